@@ -1,0 +1,59 @@
+"""dplab: an interactive lab for data-parallel training.
+
+Names are resolved on first use, so that `import dplab` costs no torch: a notebook that only reads a run,
+a planner in a web page and `dplab --help` all start at once.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "init": "wire.world",
+    "World": "wire.world",
+    "parallelize": "engine",
+    "Engine": "engine",
+    "loader": "workloads.loader",
+    "gather": "workloads.loader",
+    "Placement": "specs",
+    "Precision": "specs",
+    "Sharding": "specs",
+    "Strategy": "specs",
+    "launch": "launcher.launch",
+    "attach": "launcher.run",
+    "runs": "launcher.run",
+    "Run": "launcher.run",
+    "estimate": "planner.footprint",
+    "explain": "planner.explain",
+    "DplabError": "errors",
+    "RankFailed": "errors",
+}
+"""Where each public name lives, below `dplab`."""
+
+__all__ = [*sorted(_HOME), "__version__"]
+
+if TYPE_CHECKING:
+    from dplab.engine import Engine, parallelize
+    from dplab.errors import DplabError, RankFailed
+    from dplab.launcher.launch import launch
+    from dplab.launcher.run import Run, attach, runs
+    from dplab.planner.explain import explain
+    from dplab.planner.footprint import estimate
+    from dplab.specs import Placement, Precision, Sharding, Strategy
+    from dplab.wire.world import World, init
+    from dplab.workloads.loader import gather, loader
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'dplab' has no attribute {name!r}; it has {', '.join(sorted(_HOME))}")
+    value = getattr(import_module(f"dplab.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

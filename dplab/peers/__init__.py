@@ -1,0 +1,1 @@
+"""Other libraries behind the same few verbs: parity oracle and benchmark rival."""

@@ -1,0 +1,1 @@
+"""What a strategy costs, before it runs: closed forms that tests, ledger and command line share."""

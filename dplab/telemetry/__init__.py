@@ -1,0 +1,1 @@
+"""What happened, written as events to files and read back: the only truth about a run."""

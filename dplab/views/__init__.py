@@ -1,0 +1,1 @@
+"""Events folded into panels, panels drawn as figures; nothing here displays anything."""

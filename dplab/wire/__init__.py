@@ -1,0 +1,1 @@
+"""Everything that leaves a rank: worlds, collectives and the transports below them."""

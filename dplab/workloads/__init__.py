@@ -1,0 +1,1 @@
+"""Models, corpora and the training program that the command line and the notebooks run."""
