@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import enum
+import itertools
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, get_args
 
@@ -38,7 +39,7 @@ class Sharding:
     def __post_init__(self) -> None:
         order = [self.optim, self.grads, self.params]
         if any(later is Placement.SHARDED and earlier is Placement.REPLICATED
-               for earlier, later in zip(order, order[1:], strict=False)):
+               for earlier, later in itertools.pairwise(order)):
             raise UsageError(
                 f"Sharding(params={self.params.value}, grads={self.grads.value}, optim={self.optim.value}) is not "
                 f"possible: sharded parameters need sharded gradients, and those a sharded optimizer; "
