@@ -27,6 +27,10 @@ class WireError(DplabError, RuntimeError):
     """A collective failed, timed out or met a different one on another rank."""
 
 
+class RunStopped(DplabError):
+    """Raised by `engine.step()` on all ranks at the same step after somebody asked the run to stop."""
+
+
 class RankFailed(DplabError, RuntimeError):
     """A rank of a run ended with an exception or a signal.
 

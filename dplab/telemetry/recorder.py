@@ -27,6 +27,10 @@ class Recorder:
     def flush(self) -> None:
         """Hands everything recorded so far to the file."""
 
+    def stop_requested(self) -> bool:
+        """True once somebody asked this run to end; the engine makes all ranks end at the same step."""
+        return False
+
 
 NULL = Recorder()
 _current: ContextVar[Recorder] = ContextVar("recorder", default=NULL)
