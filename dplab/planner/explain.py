@@ -1,0 +1,144 @@
+"""What a strategy does to one model, in words and in the model's own numbers. No torch: a module is only asked
+for its parameters' sizes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from dplab.errors import UsageError
+from dplab.planner.footprint import MODEL_STATES, ElementBytes, held_whole, model_states, states_formula, volume
+from dplab.specs import DTYPE_BYTES, Placement, Sharding, Strategy
+
+
+@dataclass(frozen=True, kw_only=True)
+class Roles:
+    """The row of the strategy table: who holds what, and which collective runs when."""
+
+    params: str
+    grads: str
+    reduce: str
+    after_step: str
+    around_unit: str
+
+    @classmethod
+    def of(cls, sharding: Sharding) -> Roles:
+        """Read off the placements, not off a stage's number."""
+        owned, cut = sharding.optim is Placement.SHARDED, sharding.params is Placement.SHARDED
+        return cls(
+            params="sharded" if cut else "gathered" if owned else "replicated",
+            grads="sharded" if sharding.grads is Placement.SHARDED else
+                  "replicated while accumulating" if owned else "replicated",
+            reduce="reduce-scatter" if owned else "all-reduce",
+            after_step="all-gather" if owned and not cut else "-",
+            around_unit="all-gather, free" if cut else "-")
+
+
+_WIRE = ("all_reduce", "reduce_scatter", "all_gather")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Explanation:
+    """One strategy on one model: `str()` tells it, `to_dict()` gives the numbers (bytes and elements of one rank)."""
+
+    strategy: Strategy
+    numel: int
+    world_size: int
+    roles: Roles
+    states: dict[str, float]
+    states_formula: str
+    bytes_per_parameter: int
+    elements_sent: dict[str, float]
+    bytes_sent: dict[str, float]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return {"strategy": str(self.strategy), "params": self.numel, "world_size": self.world_size,
+                "roles": dict(vars(self.roles)), "model_states_bytes": {**self.states, "total": self.total_bytes},
+                "formula": self.states_formula, "bytes_per_parameter": self.bytes_per_parameter,
+                "elements_sent": self.elements_sent, "bytes_sent": self.bytes_sent}
+
+    @property
+    def total_bytes(self) -> float:
+        """Model states of one rank."""
+        return sum(self.states.values())
+
+    def __str__(self) -> str:
+        n, roles = self.world_size, self.roles
+        share = f"1/{n}" if n > 1 else "all"
+        lines = [f"{self.strategy} on {n} rank{'s' * (n > 1)}, {self.numel:,} parameters (predicted, one rank)", "",
+                 f"  parameters         {roles.params}", f"  gradients          {roles.grads}",
+                 f"  gradients reduce   {roles.reduce}", f"  after the step     {roles.after_step}",
+                 f"  around a unit      {roles.around_unit}", "",
+                 f"memory: {self.bytes_per_parameter} bytes a parameter before sharding"]
+        whole = held_whole(self.strategy.sharding, accumulate=self.strategy.accumulate,
+                           reduces_every_backward=self.strategy.reduces_every_backward)
+        lines += [f"  {name:12}{_size(self.states[name]):>12}   {'all of it' if name in whole else share + ' of it'}"
+                  for name in MODEL_STATES if self.states[name]]
+        lines += [f"  {'total':12}{_size(self.total_bytes):>12}   = {self.states_formula}", "",
+                  f"wire: sent by one rank in one step{self._window()}"]
+        lines += [f"  {name:15}{self.elements_sent[name]:>16,.0f} elements{_size(self.bytes_sent[name]):>12}"
+                  for name in _WIRE if self.elements_sent[name]] or ["  nothing: there is one rank"]
+        return "\n".join(lines)
+
+    def _window(self) -> str:
+        a = self.strategy.accumulate
+        if a == 1:
+            return ""
+        when = "after every backward" if self.strategy.reduces_every_backward else "once"
+        return f" of {a} micro-batches, reduced {when}"
+
+    def _repr_html_(self) -> str:
+        text = str(self).replace("&", "&amp;").replace("<", "&lt;")
+        return f"<pre>{text}</pre>"
+
+
+def explain(strategy: Strategy | str, model: Any, world_size: int) -> Explanation:
+    """The row of the strategy table for `model` (an nn.Module, or a number of parameters) on `world_size` ranks.
+
+    Padding is left out (it is below 128 elements a parameter and rank); a ZeRO-3 root that stays gathered
+    after its forward sends less than printed. Raises UsageError for what has no parameters.
+    """
+    chosen = Strategy.parse(strategy)
+    if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
+        raise UsageError(f"explain(world_size={world_size!r}) is not allowed; world_size is an integer >= 1")
+    numel, dtype = _size_of(model)
+    replicated = chosen.sharding.optim is Placement.REPLICATED
+    window: dict[str, Any] = {"accumulate": chosen.accumulate,
+                              "reduces_every_backward": chosen.reduces_every_backward}
+    element = ElementBytes.of(chosen.precision, accumulate=chosen.accumulate, model=dtype)
+    sent = volume(numel, sharding=chosen.sharding, shard=1 if replicated else world_size,
+                  replicate=world_size if replicated else 1, reshard=chosen.reshard, **window)
+    on_the_wire = {"all_gather": element.params}
+    reduced = DTYPE_BYTES[chosen.precision.reduce or chosen.precision.grad or chosen.precision.param or dtype]
+    return Explanation(
+        strategy=chosen, numel=numel, world_size=world_size, roles=Roles.of(chosen.sharding),
+        states=model_states(numel, sharding=chosen.sharding, shard=world_size, precision=chosen.precision,
+                            model=dtype, **window),
+        states_formula=states_formula(numel, element=element, whole=held_whole(chosen.sharding, **window),
+                                      shard=world_size),
+        bytes_per_parameter=element.total, elements_sent=sent,
+        bytes_sent={name: count * on_the_wire.get(name, reduced) for name, count in sent.items()})
+
+
+def _size_of(model: Any) -> tuple[int, str]:
+    """Trainable parameters of a module (a tied weight once) and its dtype's name, or a plain number and fp32."""
+    if isinstance(model, int | float) and not isinstance(model, bool):
+        if not 1 <= model < float("inf"):
+            raise UsageError(f"explain(model={model!r}) is not allowed; a number of parameters is >= 1")
+        return int(model), "fp32"
+    if not hasattr(model, "parameters"):
+        raise UsageError(f"explain(model={model!r}) is not allowed; give an nn.Module or a number of parameters")
+    params = [param for param in model.parameters() if param.requires_grad]
+    if not params:
+        raise UsageError(f"explain({type(model).__name__}) has no trainable parameters; nothing would be synchronised")
+    names = {"torch.float64": "fp64", "torch.float32": "fp32", "torch.bfloat16": "bf16", "torch.float16": "fp16"}
+    return sum(param.numel() for param in params), names.get(str(params[0].dtype), "fp32")
+
+
+def _size(size: float) -> str:
+    """Decimal bytes, the unit named."""
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if size >= scale:
+            return f"{size / scale:,.2f} {unit}"
+    return f"{size:,.0f} B"

@@ -1,0 +1,250 @@
+"""Memory and communication volume in closed form: what tests, the ledger, `estimate` and `explain` share.
+
+Bytes are exact integers wherever they divide; elements are those that one rank sends in ring collectives
+(the least possible): u = (N-1)/N * P for a reduce-scatter or an all-gather of P elements, 2u for an
+all-reduce. Sources: Rajbhandari et al. 2020 (arXiv:1910.02054) for model states, Korthikanti et al. 2022
+(arXiv:2205.05198) for activations. `numel` counts what is allocated, padding included.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+from dplab.errors import UsageError
+from dplab.specs import DTYPE_BYTES, PRECISIONS, Placement, Precision, Sharding, Strategy
+
+MODEL_STATES = ("params", "grads", "optimizer", "master")
+OPTIMIZER_SLOTS = {"adamw": 2, "adam": 2, "nadam": 2, "radam": 2, "adamax": 2,
+                   "sgd": 0, "sgd-momentum": 1, "rmsprop": 1, "adagrad": 1}
+"""Elements of state that an optimizer keeps a parameter, beside its scalars."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ElementBytes:
+    """Bytes of one element of each model state; `model` is the dtype that `None` in a precision stands for."""
+
+    params: int
+    grads: int
+    optimizer: int
+    master: int
+
+    @classmethod
+    def of(cls, precision: Precision, *, accumulate: int = 1, slots: int = 2, model: str = "fp32") -> ElementBytes:
+        """Of a precision. Gradients that add up over several micro-batches are kept in fp32 at least."""
+        param = DTYPE_BYTES[precision.param or model]
+        grad = DTYPE_BYTES[precision.grad or precision.param or model]
+        master = DTYPE_BYTES[precision.master] if precision.master else 0
+        return cls(params=param, grads=max(grad, 4) if accumulate > 1 else grad,
+                   optimizer=slots * (master or param), master=master)
+
+    @property
+    def total(self) -> int:
+        """Bytes a parameter where nothing is sharded: 16, or 18 with fp32 gradients beside 2-byte weights."""
+        return self.params + self.grads + self.optimizer + self.master
+
+
+def model_states(numel: float, *, sharding: Sharding, shard: int, precision: Precision = PRECISIONS["fp32"],
+                 optimizer_slots: int = 2, accumulate: int = 1, reduces_every_backward: bool | None = None,
+                 model: str = "fp32") -> dict[str, float]:
+    """Bytes a rank holds between steps, by category: params, grads, optimizer, master.
+
+    `shard`: size of the shard axis. `reduces_every_backward=False` with `accumulate` > 1 means that a window's
+    unreduced gradients stay whole on every rank, sharded or not. Step counters of an optimizer are not in it.
+    """
+    element = ElementBytes.of(precision, accumulate=accumulate, slots=optimizer_slots, model=model)
+    whole = held_whole(sharding, accumulate=accumulate, reduces_every_backward=reduces_every_backward)
+    return {name: _exact(Fraction(numel) * getattr(element, name) / (1 if name in whole else shard))
+            for name in MODEL_STATES}
+
+
+def held_whole(sharding: Sharding, *, accumulate: int = 1, reduces_every_backward: bool | None = None) -> set[str]:
+    """Categories of model states that every rank holds all of, between the backwards of a window."""
+    window = accumulate > 1 and reduces_every_backward is False
+    placements = {"params": sharding.params, "grads": Placement.REPLICATED if window else sharding.grads,
+                  "optimizer": sharding.optim, "master": sharding.optim}
+    return {name for name, placement in placements.items() if placement is Placement.REPLICATED}
+
+
+def transients(*, sharding: Sharding, bucket_numels: Sequence[int] = (), unit_numels: Sequence[int] = (),
+               precision: Precision = PRECISIONS["fp32"], model: str = "fp32") -> dict[str, int]:
+    """Upper bounds, in bytes, of what lives only inside a step: `buckets` and `gathered`.
+
+    Sharded gradients pass through two rotating buffers of the largest bucket; sharded parameters are whole
+    for the unit that computes and for one gathered ahead of it (the two largest neighbours).
+    """
+    element = ElementBytes.of(precision, model=model)
+    buckets = 2 * max(bucket_numels, default=0) if sharding.grads is Placement.SHARDED else 0
+    pairs = [a + b for a, b in itertools.pairwise([*unit_numels, 0])]
+    gathered = max(pairs, default=0) if sharding.params is Placement.SHARDED else 0
+    return {"buckets": buckets * element.grads, "gathered": gathered * element.params}
+
+
+def volume(numel: float, *, sharding: Sharding, shard: int, replicate: int = 1, accumulate: int = 1,
+           reduces_every_backward: bool | None = None, reshard: bool = True,
+           kept_numel: float = 0) -> dict[str, float]:
+    """Elements that a rank sends in one optimizer step, by collective: all_reduce, reduce_scatter, all_gather.
+
+    `shard` and `replicate` are the two axes of the mesh; `accumulate` micro-batches make a step;
+    `reduces_every_backward` defaults to what the sharding is for (True where gradients are sharded).
+    Sharded parameters are gathered twice a micro-batch (forward and backward), once where `reshard` is off;
+    `kept_numel` elements of them stay after their forward and are gathered once.
+    """
+    if reduces_every_backward is None:
+        reduces_every_backward = sharding.grads is Placement.SHARDED
+    reductions = accumulate if reduces_every_backward else 1
+    elements = Fraction(numel)
+    if sharding.optim is Placement.REPLICATED:
+        ranks = shard * replicate
+        return {"all_reduce": _exact(2 * reductions * _others(ranks) * elements), "reduce_scatter": 0, "all_gather": 0}
+    if sharding.params is Placement.SHARDED:
+        gathered = accumulate * (2 * elements - Fraction(kept_numel) if reshard else elements)
+    else:
+        gathered = elements
+    return {"all_reduce": _exact(2 * reductions * _others(replicate) * elements / shard),
+            "reduce_scatter": _exact(reductions * _others(shard) * elements),
+            "all_gather": _exact(_others(shard) * gathered)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """What the activations of a GPT depend on: `sequence` tokens, `micro_batch` sequences a rank."""
+
+    layers: int
+    hidden: int
+    heads: int
+    sequence: int
+    micro_batch: int = 1
+    vocabulary: int = 0
+    flash: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "hidden", "heads", "sequence", "micro_batch"):
+            _at_least(name, getattr(self, name), 1)
+
+    def activations(self, *, element_bytes: int = 2, recompute: bool = False) -> tuple[int, str]:
+        """Bytes that one micro-batch leaves for its backward, and the formula with its numbers.
+
+        arXiv:2205.05198 Table 2 (GPT block with dropout): 34 bytes an element of s x b x h at 2-byte
+        elements, plus 5as/h where the attention matrix is stored (`flash=False`); with full recomputation
+        2 (a block's input). 4 bytes a logit are added when a vocabulary is given.
+        """
+        s, b, h = self.sequence, self.micro_batch, self.hidden
+        each, text = Fraction(34), "34"
+        if recompute:
+            each, text = Fraction(2), "2"
+        elif not self.flash:
+            each, text = 34 + Fraction(5 * self.heads * s, h), f"(34 + 5 x {self.heads} x {s} / {h})"
+        size = self.layers * s * b * h * each * element_bytes / 2
+        formula = f"{self.layers} layers x {s} x {b} x {h} x {text}"
+        if element_bytes != 2:
+            formula += f" x {element_bytes}/2"
+        if self.vocabulary:
+            size += 4 * s * b * self.vocabulary
+            formula += f" + 4 x {s} x {b} x {self.vocabulary} logits"
+        return round(size), formula
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """Predicted bytes of one rank. `activations_bytes` is None where no model shape was given."""
+
+    strategy: str
+    params: float
+    world_size: int
+    model_states_bytes: dict[str, float]
+    activations_bytes: int | None
+    total_bytes: float
+    formula: str
+    note: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON; every size in bytes."""
+        return {name: getattr(self, name) for name in self.__dataclass_fields__}
+
+    def __str__(self) -> str:
+        """A table in GB (1e9 bytes), with GiB (2^30) beside it."""
+        rows = [*((name, size) for name, size in self.model_states_bytes.items() if name != "total")]
+        if self.activations_bytes is not None:
+            rows.append(("activations", self.activations_bytes))
+        rows.append(("total", self.total_bytes))
+        lines = [f"{self.strategy}, {self.params:.4g} parameters, {self.world_size} ranks: predicted, one rank",
+                 f"{'':12}{'GB (1e9)':>12}{'GiB (2^30)':>12}"]
+        lines += [f"{name:12}{size / 1e9:12.3f}{size / 2**30:12.3f}" for name, size in rows]
+        return "\n".join([*lines, f"formula: {self.formula}", f"note: {self.note}"])
+
+
+def estimate(*, params: float, world_size: int, strategy: Strategy | str = "ddp", optimizer: str = "adamw",
+             shard: int | None = None, shape: ModelShape | None = None) -> Estimate:
+    """Memory of one rank, predicted from a parameter count (7.5e9), without torch and without a GPU.
+
+    A strategy given as text without a precision is counted as the literature does, with 2-byte weights and
+    gradients and an fp32 master copy (`bf16`); write `zero2+fp32` for plain fp32. `shard`: size of the shard
+    axis where it is smaller than the world (hybrid). With `shape` activations are added.
+    Raises UsageError for a count below 1, an unknown strategy or optimizer, a shard that does not divide.
+    """
+    _at_least("params", params, 1)
+    _at_least("world_size", world_size, 1)
+    chosen = _with_default_precision(strategy)
+    shard = world_size if shard is None else shard
+    if not isinstance(shard, int) or shard < 1 or world_size % shard:
+        raise UsageError(f"estimate(shard={shard!r}) is not allowed; shard is an integer that divides "
+                         f"world_size={world_size}")
+    if optimizer not in OPTIMIZER_SLOTS:
+        raise UsageError(f"optimizer {optimizer!r} is not known; use one of {', '.join(OPTIMIZER_SLOTS)}")
+    slots = OPTIMIZER_SLOTS[optimizer]
+    window: dict[str, Any] = {"accumulate": chosen.accumulate,
+                              "reduces_every_backward": chosen.reduces_every_backward}
+    states = model_states(params, sharding=chosen.sharding, shard=shard, precision=chosen.precision,
+                          optimizer_slots=slots, **window)
+    total = sum(states.values())
+    formula = states_formula(
+        params, shard=shard, element=ElementBytes.of(chosen.precision, accumulate=chosen.accumulate, slots=slots),
+        whole=held_whole(chosen.sharding, **window))
+    activations = None
+    note = "activations, buckets, gathered units, the framework's own memory and fragmentation are not in it"
+    if shape is not None:
+        compute = DTYPE_BYTES[chosen.precision.autocast or chosen.precision.param or "fp32"]
+        activations, text = shape.activations(element_bytes=compute, recompute=chosen.recompute == "full")
+        formula += f"; activations (arXiv:2205.05198) = {text} = {activations / 1e9:.4g} GB"
+        note = "buckets, gathered units, the framework's own memory and fragmentation are not in it"
+    return Estimate(strategy=str(chosen), params=_exact(Fraction(params)), world_size=world_size,
+                    model_states_bytes={**states, "total": total}, activations_bytes=activations,
+                    total_bytes=total + (activations or 0), formula=formula, note=note)
+
+
+def states_formula(numel: float, *, element: ElementBytes, whole: set[str], shard: int) -> str:
+    """The sum behind `model_states`, with its numbers: `7.5e+09 x (2 + 14/64) bytes = 16.64 GB (1e9)`."""
+    kept = sum(getattr(element, name) for name in whole)
+    cut = element.total - kept
+    terms = [str(kept)] if kept else []
+    if cut:
+        terms.append(f"{cut}/{shard}")
+    total = Fraction(numel) * (kept + Fraction(cut, shard))
+    return f"{numel:.6g} x ({' + '.join(terms)}) bytes = {float(total) / 1e9:.4g} GB (1e9)"
+
+
+def _with_default_precision(strategy: Strategy | str) -> Strategy:
+    chosen = Strategy.parse(strategy)
+    if isinstance(strategy, str) and not any(
+            token in PRECISIONS or token.startswith("precision=") for token in strategy.split("+")):
+        values = chosen.to_dict()
+        return Strategy.from_dict({**values, "precision": "bf16"})
+    return chosen
+
+
+def _others(ranks: int) -> Fraction:
+    """Share of a buffer that a ring collective of `ranks` sends: (N-1)/N."""
+    return Fraction(ranks - 1, ranks)
+
+
+def _exact(value: Fraction) -> float:
+    return value.numerator if value.denominator == 1 else float(value)
+
+
+def _at_least(name: str, value: Any, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value < float("inf"):
+        raise UsageError(f"estimate({name}={value!r}) is not allowed; {name} is a number >= {least}")

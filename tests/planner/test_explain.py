@@ -1,0 +1,94 @@
+"""The strategy's row, as design promises it, with numbers that agree with the footprint."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from dplab.errors import UsageError
+from dplab.planner.explain import Roles, explain
+from dplab.planner.footprint import model_states, volume
+from dplab.specs import SHARDINGS
+
+ROWS = {
+    "ddp": ("replicated", "replicated", "all-reduce", "-", "-"),
+    "zero1": ("gathered", "replicated while accumulating", "reduce-scatter", "all-gather", "-"),
+    "zero2": ("gathered", "sharded", "reduce-scatter", "all-gather", "-"),
+    "zero3": ("sharded", "sharded", "reduce-scatter", "-", "all-gather, free"),
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_roles_are_the_tables_rows(name):
+    assert tuple(vars(Roles.of(SHARDINGS[name])).values()) == ROWS[name]
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_numbers_are_the_footprints(name):
+    told = explain(name, 1_000_000, 4)
+    axes = {"shard": 1, "replicate": 4} if name == "ddp" else {"shard": 4}
+    assert told.states == model_states(1_000_000, sharding=SHARDINGS[name], shard=4)
+    assert told.elements_sent == volume(1_000_000, sharding=SHARDINGS[name], **axes)
+    assert told.bytes_sent == {name: 4 * count for name, count in told.elements_sent.items()}
+
+
+def test_text_of_zero2():
+    text = str(explain("zero2", 1_000_000, 4))
+    assert "zero2 on 4 ranks, 1,000,000 parameters (predicted, one rank)" in text
+    assert "16 bytes a parameter" in text
+    assert "1e+06 x (4 + 12/4) bytes = 0.007 GB (1e9)" in text
+    assert "reduce_scatter          750,000 elements     3.00 MB" in text
+    assert "1/4 of it" in text
+    assert "all of it" in text
+    assert "<pre>" in explain("zero2", 1_000_000, 4)._repr_html_()
+
+
+def test_two_byte_weights_travel_as_two_bytes_and_their_sums_in_fp32():
+    told = explain("zero3+bf16+accum4", 1000, 2)
+    assert told.bytes_per_parameter == 18
+    assert told.bytes_sent["all_gather"] == 2 * told.elements_sent["all_gather"]
+    assert told.bytes_sent["reduce_scatter"] == 4 * told.elements_sent["reduce_scatter"]
+    assert "of 4 micro-batches, reduced after every backward" in str(told)
+    assert explain("zero3+bf16", 1000, 2).bytes_per_parameter == 16
+
+
+def test_one_rank_sends_nothing():
+    assert "nothing: there is one rank" in str(explain("zero3", 1000, 1))
+    assert sum(explain("ddp", 1000, 1).bytes_sent.values()) == 0
+
+
+def test_a_module_is_counted_by_its_trainable_parameters_tied_weights_once():
+    torch = pytest.importorskip("torch")
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)).double()
+    model[1].weight = model[0].weight
+    model[1].bias.requires_grad_(False)
+    told = explain("ddp", model, 2)
+    assert told.numel == 4 * 4 + 4
+    assert told.bytes_per_parameter == 32
+    assert json.loads(json.dumps(told.to_dict()))["params"] == 20
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    (("zero2", "gpt", 2), "explain\\(model='gpt'\\) is not allowed; give an nn.Module or a number"),
+    (("zero2", 0, 2), "a number of parameters is >= 1"),
+    (("zero2", 10, 0), r"world_size=0\) is not allowed; world_size is an integer >= 1"),
+    (("zero9", 10, 2), "strategy 'zero9' is not known"),
+])
+def test_bad_input(arguments, message):
+    with pytest.raises(UsageError, match=message):
+        explain(*arguments)
+
+
+def test_a_module_without_trainable_parameters():
+    torch = pytest.importorskip("torch")
+    with pytest.raises(UsageError, match=r"explain\(ReLU\) has no trainable parameters"):
+        explain("ddp", torch.nn.ReLU(), 2)
+
+
+def test_no_torch_is_imported():
+    code = ("import sys, dplab; print(dplab.explain('zero2', 7_000_000, 4)); "
+            "print(dplab.estimate(params=7.5e9, world_size=64)); sys.exit('torch' in sys.modules)")
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
