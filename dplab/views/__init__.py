@@ -1,1 +1,1 @@
-"""Events folded into panels, panels drawn as figures; nothing here displays anything."""
+"""Pictures of a run: events fold into panels of plain columns; plotly and SVG draw them. No display, no torch."""

@@ -1,0 +1,115 @@
+"""Charts as plotly figures: hover, zoom, export. Figures are returned, never shown."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+import plotly.graph_objects as go  # type: ignore[import-untyped]
+
+from dplab.telemetry.events import CATEGORIES, Event
+from dplab.views import theme
+from dplab.views.fold import Fold
+from dplab.views.panels import TIME_PARTS
+from dplab.views.records import Bars, Chart, Lanes, Line, StackedArea, Text
+
+
+def figure(chart: Chart) -> go.Figure:
+    """One chart as a figure; its note stands below as a caption."""
+    drawn = go.Figure()
+    for mark in chart.marks:
+        if isinstance(mark, Line):
+            drawn.add_scatter(x=mark.x, y=mark.y, name=mark.label or theme.label(mark.role), mode="lines",
+                              line={"color": theme.color(mark.role), "width": 1 if mark.faint else 2},
+                              opacity=0.55 if mark.faint else 1)
+        elif isinstance(mark, StackedArea):
+            _add_area(drawn, mark)
+        elif isinstance(mark, Lanes):
+            _add_lanes(drawn, mark)
+        elif isinstance(mark, Bars):
+            for role, values in zip(mark.roles, mark.values, strict=True):
+                drawn.add_bar(x=mark.names, y=values, name=theme.label(role), marker=_marker(role))
+            drawn.update_layout(barmode="stack")
+        elif isinstance(mark, Text):
+            drawn.add_annotation(text=mark.text, showarrow=False, x=0.5, y=0.5, xref="paper", yref="paper")
+    return _styled(drawn, chart)
+
+
+def timeline_figure(events: Iterable[Event]) -> go.Figure:
+    """The gradient-synchronisation timeline of the newest step that every rank in `events` has finished."""
+    events = list(events)
+    fold = Fold(1 + max((event.rank for event in events), default=0))
+    fold.feed(events)
+    return figure(fold.sync.chart())
+
+
+def comparison(runs: Mapping[str, Iterable[Event]]) -> list[Chart]:
+    """Runs side by side: median step time by part (ms), and peak-time memory by category of rank 0 (MB)."""
+    times, memory = [], []
+    for events in runs.values():
+        events = list(events)
+        fold = Fold(1 + max((event.rank for event in events), default=0))
+        fold.feed(events)
+        medians, latest = fold.steps.medians() or {}, fold.memory.latest()
+        times.append([medians.get(part, 0.0) for part in TIME_PARTS])
+        memory.append([latest.get(name, 0.0) for name in CATEGORIES])
+    names = tuple(runs)
+    values = np.array(memory, dtype=np.float64).reshape(-1, len(CATEGORIES)).T
+    used = [part for part in range(len(CATEGORIES)) if values[part].any()]
+    return [
+        Chart(key="times", title="Step time", x_label="", y_label="ms", note="median of the last 50 steps, all ranks",
+              marks=(Bars(names=names, roles=TIME_PARTS, values=np.array(times, dtype=np.float64).T),)),
+        Chart(key="memories", title="Memory of rank 0 by category", x_label="", y_label="MB",
+              note="as the last step left it",
+              marks=(Bars(names=names, roles=tuple(CATEGORIES[part] for part in used), values=values[used]),)),
+    ]
+
+
+def _add_area(drawn: go.Figure, mark: StackedArea) -> None:
+    for role, ys in zip(mark.roles, mark.ys, strict=True):
+        pattern = {"shape": "/", "size": 5} if role in theme.HATCHED else None
+        drawn.add_scatter(x=mark.x, y=ys, name=theme.label(role), mode="lines", stackgroup="all",
+                          line={"color": theme.color(role), "width": 0.5}, fillcolor=theme.color(role),
+                          fillpattern=pattern)
+
+
+def _add_lanes(drawn: go.Figure, mark: Lanes) -> None:
+    first_row = np.concatenate([[0], np.cumsum(mark.rows)])
+    for kind, role in enumerate(mark.roles):
+        chosen = np.flatnonzero(mark.kind == kind)
+        if not len(chosen):
+            continue
+        drawn.add_bar(
+            orientation="h", base=mark.start[chosen], x=mark.end[chosen] - mark.start[chosen],
+            y=first_row[mark.lane[chosen].astype(int)] + mark.row[chosen],
+            width=0.45 if role == "waiting" else 0.84, name=theme.label(role), marker=_marker(role),
+            text=[mark.texts[index] for index in chosen] if mark.texts else None, textposition="none",
+            hovertemplate="%{text}<extra></extra>",
+        )
+    middles = [first_row[lane] + (rows - 1) / 2 for lane, rows in enumerate(mark.rows)]
+    drawn.update_layout(barmode="overlay")
+    drawn.update_yaxes(tickvals=middles, ticktext=list(mark.names), autorange="reversed", showgrid=False)
+
+
+def _marker(role: str) -> dict[str, object]:
+    marker: dict[str, object] = {"color": theme.color(role), "line": {"width": 0}}
+    if role in theme.HATCHED:
+        marker["pattern"] = {"shape": "/", "size": 5, "fgcolor": "white", "fillmode": "overlay"}
+    return marker
+
+
+def _styled(drawn: go.Figure, chart: Chart) -> go.Figure:
+    # template "none": the default one is most of the size of a small figure
+    axis = {"gridcolor": theme.GRID, "zeroline": False, "automargin": True}
+    drawn.update_layout(
+        template="none", title={"text": chart.title, "x": 0, "xref": "paper", "font": {"size": 14}}, height=340,
+        margin={"l": 60, "r": 15, "t": 40, "b": 85}, font={"color": theme.TEXT, "size": 11},
+        paper_bgcolor="rgba(0,0,0,0)", plot_bgcolor="rgba(0,0,0,0)",
+        legend={"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 1, "xanchor": "right"},
+    )
+    drawn.update_xaxes(title=chart.x_label, **axis)
+    drawn.update_yaxes(title=chart.y_label, **axis)
+    if chart.note:
+        drawn.add_annotation(text=chart.note, showarrow=False, xref="paper", yref="paper", x=0, y=0, yshift=-62,
+                             xanchor="left", align="left")
+    return drawn

@@ -1,0 +1,83 @@
+"""One rank's step, put together from its spans, and where its time went."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from dplab.telemetry.events import Event
+
+WORK = ("forward", "backward", "optimizer")
+_OPEN_LIMIT = 20_000
+"""Spans kept while no step ends (a program that never steps); older ones are dropped."""
+
+Interval = tuple[int, int]
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """A finished step of one rank: its own span and everything that happened within, in the order recorded."""
+
+    rank: int
+    index: int
+    t0: int
+    t1: int
+    spans: list[Event]
+
+    def sync(self) -> list[Event]:
+        """Collectives that carried gradients or parameters."""
+        return [span for span in self.spans
+                if span.kind == "collective" and span.attrs.get("purpose") in ("grads", "params")]
+
+    def split_ns(self) -> tuple[int, int, int]:
+        """Compute, exposed synchronisation and the rest, in ns; they add up to the step.
+
+        A collective blocks its caller at its end, so its exposed time is taken as the last part of its span.
+        Waits inside a forward, backward or optimizer span count as exposed, not as compute.
+        """
+        work = _union((span.t0, span.t1) for span in self.spans if span.kind in WORK)
+        waits = _union((span.t1 - span.attrs.get("exposed", 0), span.t1) for span in self.spans
+                       if span.kind == "collective" and span.attrs.get("purpose") != "init")
+        work, waits = self._clip(work), self._clip(waits)
+        exposed = _length(waits)
+        # |work minus waits| = |work or waits| - |waits|
+        compute = _length(_union([*work, *waits])) - exposed
+        return compute, exposed, max(0, self.t1 - self.t0 - compute - exposed)
+
+    def _clip(self, intervals: list[Interval]) -> list[Interval]:
+        return [(max(start, self.t0), min(end, self.t1)) for start, end in intervals
+                if end > self.t0 and start < self.t1]
+
+
+class StepAssembler:
+    """Collects the spans of each rank until its step ends: a rank records in the order in which things end."""
+
+    def __init__(self) -> None:
+        self._open: dict[int, list[Event]] = {}
+
+    def feed(self, event: Event) -> Step | None:
+        """The step that this event ends, or None."""
+        spans = self._open.setdefault(event.rank, [])
+        if event.kind == "step":
+            self._open[event.rank] = []
+            inside = [span for span in spans if span.t1 > event.t0]
+            return Step(event.rank, event.step, event.t0, event.t1, inside)
+        if event.t1 > event.t0:
+            spans.append(event)
+            if len(spans) > _OPEN_LIMIT:
+                del spans[: _OPEN_LIMIT // 2]
+        return None
+
+
+def _union(intervals: Iterable[Interval]) -> list[Interval]:
+    merged: list[Interval] = []
+    for start, end in sorted(interval for interval in intervals if interval[1] > interval[0]):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def _length(intervals: list[Interval]) -> int:
+    return sum(end - start for start, end in intervals)

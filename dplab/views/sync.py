@@ -1,0 +1,115 @@
+"""The gradient-synchronisation timeline: what every rank computed, and what was on the wire meanwhile."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+
+from dplab.telemetry.events import Event
+from dplab.views.panels import SHOWN_RANKS
+from dplab.views.records import Chart, Lanes, Mark, Text
+from dplab.views.steps import WORK, Step
+
+KEPT_STEPS = 32
+"""Steps of a rank that wait for the other ranks' files to be read."""
+ROLES = ("forward", "backward", "step_optimizer", "waiting", "reduce", "gather", "exposed")
+_WORK_ROLE = {"forward": "forward", "backward": "backward", "optimizer": "step_optimizer"}
+DEFINITION = "overlap = 1 - exposed / total: the share of communication time in which this rank was not kept waiting"
+
+
+@dataclass
+class _Bars:
+    """Bars under construction: one tuple (lane, row, start, end, kind) each, in ms from the step's start."""
+
+    origin: int
+    bars: list[tuple[float, ...]]
+    texts: list[str]
+
+    def add(self, place: tuple[int, int], t0: int, t1: int, role: str, text: str) -> None:
+        self.bars.append((*place, (t0 - self.origin) / 1e6, (t1 - self.origin) / 1e6, ROLES.index(role)))
+        self.texts.append(f"{text}: {(t1 - t0) / 1e6:.2f} ms")
+
+
+class SyncPanel:
+    """The newest step that every rank has finished: a lane of work and a lane of buckets a rank."""
+
+    def __init__(self, world_size: int) -> None:
+        self._ranks = range(min(world_size, SHOWN_RANKS))
+        self._steps: dict[int, deque[Step]] = {rank: deque(maxlen=KEPT_STEPS) for rank in self._ranks}
+
+    def feed(self, step: Step) -> None:
+        """Takes a finished step."""
+        if step.rank in self._steps:
+            self._steps[step.rank].append(step)
+
+    @property
+    def step(self) -> int | None:
+        """Index of the newest step that all (shown) ranks have finished."""
+        common = set.intersection(*({step.index for step in steps} for steps in self._steps.values()))
+        return max(common, default=None)
+
+    def overlap(self) -> float | None:
+        """1 - exposed / total over the collectives of the newest complete step; None where nothing was sent."""
+        spans = [span for step in self._latest() for span in step.sync()]
+        total = sum(span.t1 - span.t0 for span in spans)
+        exposed = sum(min(span.attrs.get("exposed", 0), span.t1 - span.t0) for span in spans)
+        return 1 - exposed / total if total else None
+
+    def chart(self) -> Chart:
+        """Lanes of the newest complete step."""
+        steps = self._latest()
+        if not steps:
+            mark: Mark = Text(text="no step is complete on every rank yet")
+            return Chart(key="sync", title="Gradient synchronisation", x_label="ms", y_label="", marks=(mark,))
+        overlap = self.overlap()
+        note = "nothing was sent in this step" if overlap is None else f"overlap {100 * overlap:.0f} %; {DEFINITION}"
+        return Chart(key="sync", title=f"Gradient synchronisation, step {steps[0].index}", x_label="ms in the step",
+                     y_label="", marks=(lanes(steps),), note=note)
+
+    def _latest(self) -> list[Step]:
+        index = self.step
+        if index is None:
+            return []
+        return [next(step for step in steps if step.index == index) for steps in self._steps.values()]
+
+
+def lanes(steps: list[Step]) -> Lanes:
+    """Lanes of one step of several ranks, in ms from the earliest start."""
+    bars = _Bars(min(step.t0 for step in steps), [], [])
+    names: list[str] = []
+    rows: list[int] = []
+    for step in steps:
+        names += [f"rank {step.rank}", "wire"]
+        for span in step.spans:
+            if span.kind in WORK:
+                bars.add((len(rows), 0), max(span.t0, step.t0), min(span.t1, step.t1), _WORK_ROLE[span.kind],
+                         f"rank {step.rank}, {span.kind}")
+        rows += [1, _add_wire(bars, len(rows) + 1, step)]
+    columns = np.array(bars.bars, dtype=np.float64).reshape(-1, 5).T
+    return Lanes(names=tuple(names), rows=tuple(rows), roles=ROLES, lane=columns[0], row=columns[1],
+                 start=columns[2], end=columns[3], kind=columns[4], texts=tuple(bars.texts))
+
+
+def _add_wire(bars: _Bars, lane: int, step: Step) -> int:
+    """Adds a step's collectives, each in the first row that is free, and tells how many rows that took."""
+    free: list[int] = []
+    for span in sorted(step.sync(), key=_begin):
+        begin = max(_begin(span), step.t0)
+        row = next((row for row, end in enumerate(free) if end <= begin), len(free))
+        free[row:row + 1] = [span.t1]
+        bucket = span.attrs.get("bucket")
+        what = f"rank {step.rank}, {span.name}" + (f", bucket {bucket}" if bucket is not None else "")
+        issued, end = max(span.t0, step.t0), min(span.t1, step.t1)
+        if begin < issued:
+            bars.add((lane, row), begin, issued, "waiting", f"{what}, filled but not sent")
+        bars.add((lane, row), issued, end, "reduce" if span.attrs["purpose"] == "grads" else "gather", what)
+        exposed = min(span.attrs.get("exposed", 0), end - issued)
+        if exposed > 0:
+            bars.add((lane, row), end - exposed, end, "exposed", f"{what}, exposed")
+    return max(1, len(free))
+
+
+def _begin(span: Event) -> int:
+    return int(span.attrs.get("filled") or span.t0)

@@ -1,0 +1,48 @@
+"""One theme for every renderer: a role has one colour, one label and perhaps a hatch, live and static.
+
+The hues are those of Okabe and Ito's colour-blind-safe set; neighbours in a stack differ in lightness too.
+"""
+
+from __future__ import annotations
+
+ROLES: dict[str, tuple[str, str]] = {
+    # role: (colour, label)
+    "loss": ("#0072B2", "loss, mean over ranks"),
+    "loss_smooth": ("#D55E00", "smoothed"),
+    "compute": ("#56B4E9", "compute"),
+    "exposed": ("#D55E00", "exposed sync"),
+    "other_time": ("#999999", "other"),
+    "forward": ("#56B4E9", "forward"),
+    "backward": ("#0072B2", "backward"),
+    "step_optimizer": ("#009E73", "optimizer"),
+    "waiting": ("#B8B8B8", "filled, not yet sent"),
+    "reduce": ("#E69F00", "gradients on the wire"),
+    "gather": ("#CC79A7", "parameters on the wire"),
+    "params": ("#0072B2", "params"),
+    "grads": ("#E69F00", "grads"),
+    "optimizer": ("#009E73", "optimizer"),
+    "master": ("#56B4E9", "master"),
+    "gathered": ("#CC79A7", "gathered"),
+    "buckets": ("#D55E00", "buckets"),
+    "activations": ("#F0E442", "activations"),
+    "other": ("#999999", "other"),
+    "process": ("#767676", "whole process"),
+    "cpu": ("#0072B2", "CPU, % of one core"),
+    "gpu": ("#E69F00", "GPU, %"),
+}
+HATCHED = ("exposed", "buckets")
+"""Roles drawn with a hatch besides their colour."""
+
+TEXT = "#767676"
+"""Readable on white (4.5:1) and on JupyterLab's dark ground (4.1:1): static pictures cannot know the theme."""
+GRID = "rgba(128,128,128,0.25)"
+
+
+def color(role: str) -> str:
+    """The role's colour as `#RRGGBB`."""
+    return ROLES[role][0]
+
+
+def label(role: str) -> str:
+    """The role's name in a legend."""
+    return ROLES[role][1]
