@@ -1,0 +1,48 @@
+"""The program that every rank runs: what `dplab train` and the notebooks launch, and an example to copy."""
+
+from __future__ import annotations
+
+from itertools import chain, repeat
+from typing import Any
+
+import torch
+
+import dplab
+from dplab.errors import UsageError
+from dplab.telemetry.recorder import current
+from dplab.workloads import corpora, models
+
+OPTIMIZERS = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD}
+
+
+def train(*, model: str = "tiny-gpt", data: str | None = None, steps: int = 200, batch_size: int = 8,
+          lr: float = 1e-3, seed: int = 0, optimizer: str = "adamw",
+          strategy: dplab.Strategy | str | None = None) -> dict[str, Any]:
+    """Trains a workload for `steps` optimizer steps of `batch_size` samples a rank and micro-batch.
+
+    `strategy=None` is the run's own. Returns this rank's losses (nats, one a step), memory (bytes by category)
+    and wire (count and bytes by collective).
+    """
+    if optimizer not in OPTIMIZERS:
+        raise UsageError(f"optimizer {optimizer!r} is not known; use one of {', '.join(OPTIMIZERS)}")
+    world = dplab.init()
+    torch.manual_seed(seed)
+    net = models.build(model).to(world.device)
+    dataset = corpora.dataset(data, images=model in models.IMAGE_MODELS)
+    batches = dplab.loader(dataset, batch_size=batch_size, seed=seed)
+    engine = dplab.parallelize(net, optimizer=lambda params: OPTIMIZERS[optimizer](params, lr=lr), strategy=strategy)
+
+    losses: list[float] = []
+    window: list[float] = []
+    for x, y in chain.from_iterable(repeat(batches)):      # epoch after epoch
+        if len(losses) == steps:
+            break
+        loss = engine(x.to(world.device), y.to(world.device))
+        engine.backward(loss)
+        window.append(loss.item())
+        if engine.step():
+            losses.append(sum(window) / len(window))
+            window.clear()
+            current().gauge("loss", value=losses[-1])
+    return {"steps": steps, "losses": losses, "loss_first": losses[0], "loss_last": losses[-1],
+            "memory": engine.memory(), "wire": engine.wire()}
