@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from contextvars import ContextVar
 from typing import Any
@@ -33,14 +34,32 @@ class Recorder:
 
 
 NULL = Recorder()
-_current: ContextVar[Recorder] = ContextVar("recorder", default=NULL)
+_of_thread: ContextVar[Recorder | None] = ContextVar("recorder", default=None)
+_of_process: Recorder = NULL
 
 
 def current() -> Recorder:
     """This rank's recorder (the thread's, in a thread world)."""
-    return _current.get()
+    return _of_thread.get() or _of_process
 
 
-def install(recorder: Recorder) -> None:
-    """Makes `recorder` this rank's."""
-    _current.set(recorder)
+def install(recorder: Recorder, *, process: bool = False) -> None:
+    """Makes `recorder` this rank's: of this thread's context, or of the whole process.
+
+    Threads that torch starts (autograd's, one a device) have a context of their own, so a rank that is a
+    process installs its recorder for all of it.
+    """
+    global _of_process
+    if process:
+        _of_process = recorder
+    else:
+        _of_thread.set(recorder)
+
+
+def _forget() -> None:
+    """A process that a rank forks (a DataLoader's worker) is no rank and records nothing."""
+    install(NULL, process=True)
+    _of_thread.set(None)
+
+
+os.register_at_fork(after_in_child=_forget)

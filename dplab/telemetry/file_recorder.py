@@ -1,0 +1,154 @@
+"""A rank's recorder: appends to a list, and hands whole lines to `events.jsonl` a few times a second.
+
+Cost where training runs: one tuple and one list append a span. A daemon thread encodes and writes what has
+gathered, so that a long step, or one that hangs, is on disk without the rank's help. `flush` does the same at
+once: at a step's end, before a barrier, when an exception goes up. Lines that were written survive `kill -9` of
+the rank (they are the kernel's then); nothing is ever fsynced.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import platform
+import threading
+import time
+import weakref
+from pathlib import Path
+from typing import Any
+
+from dplab.errors import RunError
+from dplab.telemetry.events import SCHEMA
+from dplab.telemetry.recorder import Recorder
+from dplab.telemetry.state import StatePage
+
+FLUSH_SECONDS = 0.2
+
+_Record = tuple[str, str, int, int, int, dict[str, Any]]
+
+
+class EventFile:
+    """Appends events as lines to one file, whole batches at a time; the first line anchors the clock."""
+
+    def __init__(self, path: Path, rank: int, **header: Any) -> None:
+        self.path = path
+        self._handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        self._unwritten = b""
+        self._encode = json.JSONEncoder(separators=(",", ":"), default=_plain).encode
+        self._rank = rank
+        anchor = {"schema": SCHEMA, "rank": rank, "pid": os.getpid(), "host": platform.node(),
+                  "monotonic": time.monotonic_ns(), "wall": time.time_ns(), **header}
+        self._write(self._encode(anchor).encode() + b"\n")
+
+    def write(self, records: list[_Record]) -> None:
+        """Appends records `(kind, name, step, t0, t1, attrs)`; RunError on a full disk, which loses none of them."""
+        self._write(("\n".join(map(self._encode, records)) + "\n").encode() if records else b"")
+
+    def _write(self, data: bytes) -> None:
+        self._unwritten += data
+        try:
+            while self._unwritten:
+                # A write cut short (disk full) leaves a torn line; the next one goes on exactly there.
+                self._unwritten = self._unwritten[os.write(self._handle, self._unwritten):]
+        except OSError as error:
+            reason = "the disk is full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else error.strerror
+            raise RunError(f"rank {self._rank} cannot write its events to {self.path}: {reason}; "
+                           f"free space there, or set DPLAB_RUNS to a folder on another disk") from error
+
+    def close(self) -> None:
+        """Closes the file; what `write` got is in it."""
+        os.close(self._handle)
+
+
+class FileRecorder(Recorder):
+    """Records into the directory of one rank: events.jsonl and the state page.
+
+    `directory`: the rank's (`rank-<r>`); its parent is the run's. An error of the writing thread (a full disk)
+    is raised by the next `flush`, in the rank, so that it ends the run and tells why.
+    """
+
+    def __init__(self, directory: Path, rank: int) -> None:
+        self._events: list[_Record] = []
+        self._append = self._events.append
+        self._file = EventFile(directory / "events.jsonl", rank)
+        self._state = StatePage(directory / "state")
+        self._stop = directory.parent / "control" / "stop"
+        self._lock = threading.Lock()
+        self._error: Exception | None = None
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._flush_often, name="dplab-recorder", daemon=True)
+        self._thread.start()
+        reference = weakref.ref(self)
+        os.register_at_fork(after_in_child=lambda: _detach(reference()))
+
+    def span(self, kind: str, name: str, t0: int, t1: int, **attrs: Any) -> None:
+        self._append((kind, name, self.step, t0, t1, attrs))
+
+    def gauge(self, name: str, **values: Any) -> None:
+        now = time.monotonic_ns()
+        self._append(("gauge", name, self.step, now, now, values))
+
+    def phase(self, phase: str, *, bucket: int = -1) -> None:
+        self._state.write(self.step, phase, bucket)
+
+    def flush(self) -> None:
+        """Writes what was recorded so far; RunError if that, or an earlier write of the thread, failed."""
+        with self._lock:
+            if self._error is not None:
+                raise self._error
+            self._write()
+
+    def stop_requested(self) -> bool:
+        try:
+            os.stat(self._stop)
+        except OSError:
+            return False
+        return True
+
+    def close(self) -> None:
+        """Ends the thread, writes the rest and closes the file."""
+        self._closing.set()
+        self._thread.join()
+        try:
+            self.flush()
+        finally:
+            self._file.close()
+
+    def _write(self) -> None:
+        # Appending goes on in other threads meanwhile: take a count, copy, delete, each atomic on a list.
+        count = len(self._events)
+        if count:
+            records = self._events[:count]
+            del self._events[:count]
+            self._file.write(records)
+
+    def _flush_often(self) -> None:
+        while not self._closing.wait(FLUSH_SECONDS):
+            with self._lock:
+                try:
+                    self._write()
+                except Exception as error:  # also a value that is no JSON: raised where the rank flushes
+                    self._error = error
+                    return
+
+    def _detach(self) -> None:
+        self._append = _ignore
+        self._events.clear()
+        self._lock = threading.Lock()  # the copied one may be held by the thread that did not come along
+        self._state.detach()
+
+
+def _detach(recorder: FileRecorder | None) -> None:
+    if recorder is not None:
+        recorder._detach()
+
+
+def _ignore(record: _Record) -> None:
+    """Stands in for the list's append in a process that is no rank."""
+
+
+def _plain(value: Any) -> Any:
+    """Values of numpy and torch as Python's; anything else as its text."""
+    to_list = getattr(value, "tolist", None)
+    return to_list() if callable(to_list) else str(value)

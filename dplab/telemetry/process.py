@@ -1,0 +1,86 @@
+"""Who a process is, whether it lives, and what it uses: read from outside, so that training is left alone."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+
+LINUX = sys.platform.startswith("linux")
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+
+
+class Identity(NamedTuple):
+    """A process beyond its pid, which the system reuses: the pid, when it was created, in which boot."""
+
+    pid: int
+    created: float
+    boot: str = ""
+
+    @classmethod
+    def of(cls, pid: int) -> Identity | None:
+        """The identity of a process that lives now, else None."""
+        created = _created(pid)
+        return None if created is None else cls(pid, created, _boot())
+
+    @classmethod
+    def from_list(cls, values: list[Any]) -> Identity:
+        """From the JSON array that the tuple becomes."""
+        return cls(int(values[0]), float(values[1]), str(values[2]))
+
+    def lives(self) -> bool:
+        """True while this very process runs; a zombie does not."""
+        return self.boot == _boot() and _created(self.pid) == self.created
+
+
+class Usage(NamedTuple):
+    """What a process has used up to now: CPU seconds, private and resident bytes."""
+
+    cpu_seconds: float
+    private: int
+    resident: int
+
+
+def usage(pid: int) -> Usage | None:
+    """Usage of a process now, None where it is gone.
+
+    Private bytes are those that would come free if the process ended (smaps_rollup's Private_*): a rank forked
+    from a preloaded parent shares the libraries' pages with it, and resident bytes would count them for each.
+    """
+    try:
+        process = psutil.Process(pid)
+        times, resident = process.cpu_times(), process.memory_info().rss
+        private = _private_linux(pid) if LINUX else int(process.memory_full_info().uss)
+    except (psutil.Error, OSError):  # it ended between two reads, or is a zombie without memory
+        return None
+    return Usage(times.user + times.system, private, resident)
+
+
+def _private_linux(pid: int) -> int:
+    total = 0
+    for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+        if line.startswith("Private_"):
+            total += int(line.split()[1]) * 1024
+    return total
+
+
+def _created(pid: int) -> float | None:
+    """Creation time in the platform's own unit; on Linux ticks since boot, which no clock change moves."""
+    if LINUX:
+        try:
+            stat = Path(f"/proc/{pid}/stat").read_text()
+        except OSError:
+            return None
+        fields = stat[stat.rindex(")") + 2 :].split()  # the name before it may hold spaces and parentheses
+        return None if fields[0] in "ZX" else float(fields[19])
+    try:
+        process = psutil.Process(pid)
+        return None if process.status() == psutil.STATUS_ZOMBIE else process.create_time()
+    except psutil.Error:
+        return None
+
+
+def _boot() -> str:
+    return _BOOT.read_text().strip() if LINUX else ""

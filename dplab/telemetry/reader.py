@@ -1,0 +1,143 @@
+"""The reading end: events of a run as they come, the same for a live run, a re-attached one and one long over.
+
+A byte cursor a file; whole lines only, so a torn last line waits until it is whole (or for ever, where its
+writer was killed in the middle of it).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from dplab.errors import RunError
+from dplab.specs import RunSpec
+from dplab.telemetry.events import SCHEMA, Event
+from dplab.telemetry.rundir import RunDirectory, require_run
+from dplab.telemetry.state import RankState, read_state
+
+EVENT_FILES = ("events.jsonl", "utilization.jsonl")
+"""Event files of a rank: its own, and what the supervisor sampled about it."""
+
+
+class EventCursor:
+    """Reads one event file from where it last stopped."""
+
+    def __init__(self, path: Path, rank: int) -> None:
+        self.path = path
+        self.rank = rank
+        self.header: dict[str, Any] | None = None
+        self._offset = 0
+
+    def poll(self) -> list[Event]:
+        """Events of the lines that became whole since the last call; RunError where a line is no event."""
+        try:
+            if os.stat(self.path).st_size == self._offset:
+                return []
+            with open(self.path, "rb") as file:
+                file.seek(self._offset)
+                data = file.read()
+        except FileNotFoundError:
+            return []
+        end = data.rfind(b"\n") + 1
+        lines = data[:end].splitlines()
+        if lines and self.header is None:
+            self.header = self._read_header(lines.pop(0))
+        events = self._parse(lines)
+        self._offset += end
+        return events
+
+    def _parse(self, lines: list[bytes]) -> list[Event]:
+        rank = self.rank
+        try:
+            # One call for all lines is several times faster than one a line.
+            return [Event(kind, name, rank, step, t0, t1, attrs)
+                    for kind, name, step, t0, t1, attrs in json.loads(b"[" + b",".join(lines) + b"]")]
+        except (ValueError, TypeError):
+            pass  # once more, line by line, to say which one it is
+        events = []
+        for line in lines:
+            try:
+                events.append(Event.from_line(line, rank))
+            except ValueError as error:
+                raise RunError(f"{self.path} is damaged behind byte {self._offset}: {line[:80]!r} is not an event; "
+                               f"the lines before it are good, cut the file there to read them") from error
+        return events
+
+    def _read_header(self, line: bytes) -> dict[str, Any]:
+        try:
+            header = json.loads(line)
+        except ValueError:
+            header = None
+        if not isinstance(header, dict) or "monotonic" not in header:
+            raise RunError(f"{self.path} does not start with a header; it is not an event file of a run")
+        if header.get("schema", 0) > SCHEMA:
+            raise RunError(f"{self.path} was written with schema {header['schema']}, this dplab reads up to {SCHEMA}")
+        return header
+
+
+class RunReader:
+    """Reads a run directory; any number of readers, in any process, at any time.
+
+    `path`: a run's directory. RunError where it is not one.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.directory: RunDirectory = require_run(Path(path))
+        self._info = self.directory.info()
+        self._cursors: dict[tuple[int, str], EventCursor] = {}
+
+    @property
+    def path(self) -> Path:
+        """The run's directory."""
+        return self.directory.path
+
+    @property
+    def spec(self) -> RunSpec:
+        """What `launch` was asked for."""
+        return RunSpec.from_dict(self._info["spec"])
+
+    @property
+    def state(self) -> str:
+        """starting, running, stopping; finished, failed, stopped."""
+        return self.directory.state()
+
+    @property
+    def ranks(self) -> list[int]:
+        """Ranks that have a directory by now, in order."""
+        return sorted(int(path.name[5:]) for path in self.path.glob("rank-*") if path.name[5:].isdigit())
+
+    def poll(self) -> list[Event]:
+        """Events of all ranks that are new since the last call, by the time at which they ended."""
+        events: list[Event] = []
+        for rank in self.ranks:
+            for name in EVENT_FILES:
+                key = (rank, name)
+                if key not in self._cursors:
+                    self._cursors[key] = EventCursor(self.directory.rank(rank) / name, rank)
+                events += self._cursors[key].poll()
+        events.sort(key=lambda event: event.t1)
+        return events
+
+    def header(self, rank: int, *, file: str = "events.jsonl") -> dict[str, Any] | None:
+        """A rank's header line: `monotonic` and `wall` are one moment in ns, `host`, `pid`; None before it is there.
+
+        With `file="utilization.jsonl"`: the supervisor's, whose `sources` say what can be measured where it runs.
+        """
+        cursor = self._cursors.get((rank, file))
+        if cursor is None or cursor.header is None:
+            cursor = EventCursor(self.directory.rank(rank) / file, rank)
+            cursor.poll()
+        return cursor.header
+
+    def wall_clock(self, event: Event) -> float:
+        """Seconds since the epoch at which an event ended; of a rank whose header is there."""
+        header = self.header(event.rank)
+        if header is None:
+            raise RunError(f"rank {event.rank} of {self.path} has no header yet, so its clock has no anchor")
+        return float(header["wall"] + event.t1 - header["monotonic"]) / 1e9
+
+    def standing(self, rank: int) -> RankState | None:
+        """Where a rank stands, or stood last: its state page."""
+        return read_state(self.directory.rank(rank) / "state")
