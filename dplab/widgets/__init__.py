@@ -1,1 +1,1 @@
-"""The live board and its controls; the only place that touches a notebook front end."""
+"""The live board; the only place that touches a notebook front end."""

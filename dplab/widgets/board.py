@@ -1,0 +1,273 @@
+"""The live board of a run: four panels on a canvas that follow its files, and a still picture when it is over.
+
+Life of a board: made (the files are read once) -> displayed (a thread reads on and sends what changed) -> frozen
+(the run ended, or `freeze()`: the widget's place takes an SVG and words) -> closed. Where nobody can watch a
+widget (nbval, nbconvert, a script) no comm is opened and no thread runs; the picture is renewed after cells.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import uuid
+import weakref
+from pathlib import Path
+from typing import Any
+
+from dplab.errors import RunError, UsageError
+
+try:
+    import anywidget
+    import traitlets
+except ImportError as error:
+    raise UsageError(f"the live board needs {error.name}, which is not installed; install dplab's extra 'lab' "
+                     f"(pip install 'dplab[lab]'), or read the run with run.events()") from error
+
+from dplab.views import theme
+from dplab.views.fold import Fold
+from dplab.views.panels import SHOWN_RANKS
+from dplab.views.svg import svg
+from dplab.views.sync import DEFINITION, ROLES
+from dplab.widgets import frontend
+from dplab.widgets.feed import Feed
+
+FINAL = ("finished", "failed", "stopped")
+"""States of a run in which nothing more is written."""
+MAX_HZ = 4.0
+_KEYFRAME_S = 5.0
+_QUIET_S = 60.0
+_QUIET_PERIOD_S = 10.0
+_GONE_S = 3600.0
+_REDRAW_S = 2.0
+_shown: weakref.WeakValueDictionary[str, Board] = weakref.WeakValueDictionary()
+
+
+class Ticker(threading.Thread):
+    """Calls a board's `tick` until it returns None; holds no reference between ticks, so that it keeps none alive."""
+
+    def __init__(self, board: Board) -> None:
+        super().__init__(name="dplab-board", daemon=True)
+        self.wake = threading.Event()
+        self.ended = False
+        self._board = weakref.ref(board)
+
+    def run(self) -> None:
+        while not self.ended:
+            board = self._board()
+            pause = board.tick() if board is not None else None
+            del board
+            if pause is None:
+                return
+            self.wake.wait(pause)
+            self.wake.clear()
+
+
+class Board(anywidget.AnyWidget):
+    """Live board of a run, given as a `Run` or as its directory.
+
+    `hz`: messages a second, at most 4. `live`: True opens a widget, False shows still pictures; None finds out
+    whether somebody watches. Raises UsageError for a rate that is not allowed, RunError where there is no run.
+    """
+
+    _esm = Path(__file__).with_name("board.js")
+    _css = Path(__file__).with_name("board.css")
+    spec = traitlets.Dict().tag(sync=True)
+    snapshot = traitlets.Dict().tag(sync=True)
+
+    def __init__(self, run: Any, *, hz: float = 2.0, live: bool | None = None) -> None:
+        if not 0 < hz <= MAX_HZ:
+            raise UsageError(f"Board(hz={hz!r}) is not allowed; hz is a number of messages a second above 0 "
+                             f"and at most {MAX_HZ:g}")
+        if isinstance(run, str | Path):
+            from dplab.launcher.run import attach
+
+            run = attach(run)
+        self.run = run
+        self.live = frontend.watched() if live is None else live
+        self.frozen = False
+        self.problem: str | None = None
+        """why the run's files could not be read the last time, None where they could"""
+        self._fold = Fold(run.spec.world_size)
+        self._feed = Feed(self._fold)
+        self._reader = run.reader()
+        self._period = 1 / hz
+        self._guard = threading.RLock()  # the fold is read by cells and fed by the thread
+        self._ticker: Ticker | None = None
+        self._display_id = f"dplab-{uuid.uuid4().hex}"
+        self._closed = self._stop_asked = self._keyframe_asked = False
+        self._heard_at = self._keyframe_at = self._drawn_at = time.monotonic()
+        self._read()
+        content, data = self._feed.message(self._status(), keyframe=True)
+        super().__init__(spec=self._spec(), snapshot={"content": content, "data": data} if self.live else {})
+        self.on_msg(self._on_message)
+
+    def open(self) -> None:
+        """Opens the comm, where somebody watches: a comm that nobody reads would only swell the saved notebook."""
+        if self.live:
+            super().open()
+
+    # ---- pictures ------------------------------------------------------------------------------------------------
+
+    def summary(self, rank: int = 0) -> str:
+        """The board in words."""
+        with self._guard:
+            text = self._fold.summary(self._title(), rank)
+        return f"{text}\n  {self.problem}" if self.problem else text
+
+    def svg(self, rank: int = 0) -> str:
+        """The board as a still picture."""
+        with self._guard:
+            return svg(self._fold.charts(rank), title=self._title())
+
+    def figures(self, rank: int = 0) -> list[Any]:
+        """The board's charts as plotly figures, to hover and zoom."""
+        from dplab.views.figures import figure
+
+        with self._guard:
+            return [figure(chart) for chart in self._fold.charts(rank)]
+
+    def __repr__(self) -> str:
+        return self.summary()
+
+    def _repr_mimebundle_(self, **_: Any) -> dict[str, Any]:
+        self._drawn_at = time.monotonic()
+        bundle = {"text/plain": self.summary(), "image/svg+xml": self.svg()}
+        if self.live and not self.frozen and not self._closed:
+            bundle["application/vnd.jupyter.widget-view+json"] = {
+                "version_major": 2, "version_minor": 0, "model_id": self.model_id}
+        return bundle
+
+    def _ipython_display_(self) -> None:
+        key = frontend.cell_id() or str(self.run.path)
+        before = _shown.get(key)
+        if before is not None and before is not self:
+            before.close()  # the cell ran again: its old comm would stay open, its thread would go on
+        _shown[key] = self
+        self._read()
+        over = self._over()
+        if over and not self.frozen:
+            self._end()
+        frontend.show(self._repr_mimebundle_(), self._display_id)
+        if self.frozen or self._closed:
+            return
+        if self.live:
+            self._start()
+        elif frontend.in_kernel():
+            frontend.cells().after_each(self)
+
+    def after_cell(self) -> None:
+        """Renews the still picture; called after each cell where nobody watches."""
+        self._read()
+        over = self._over()
+        if over or time.monotonic() - self._drawn_at > _REDRAW_S:
+            frontend.show(self._repr_mimebundle_(), self._display_id, update=True)
+        if over:
+            self._end()
+
+    def freeze(self) -> None:
+        """Puts a still picture of this moment in the board's place. The run goes on; nothing else does."""
+        if self.frozen or self._closed:
+            return
+        self._read()
+        self._end(show=True)
+
+    def close(self) -> None:
+        """Ends the thread and the comm; the run goes on. A closed board can still be asked for its summary."""
+        self._closed = True
+        frontend.cells().forget(self)
+        if self._ticker is not None:
+            self._ticker.ended = True
+            self._ticker.wake.set()
+            self._ticker = None
+        super().close()
+
+    def _end(self, *, show: bool = False) -> None:
+        self.frozen = True
+        if show:
+            frontend.show(self._repr_mimebundle_(), self._display_id, update=True)
+        self.close()
+
+    # ---- the run -------------------------------------------------------------------------------------------------
+
+    def stop(self) -> None:
+        """Asks the run to stop: what the button does, for a cell."""
+        self.run.stop()
+
+    def _read(self) -> None:
+        with self._guard:
+            try:
+                self._fold.feed(self._reader.poll())
+                self.problem = None
+            except (RunError, OSError) as error:
+                self.problem = f"the run cannot be read: {error}"
+
+    def _over(self) -> bool:
+        """True once the run has ended and everything that it wrote is read."""
+        if self.run.state not in FINAL:
+            return False
+        self._read()  # written between the last read and the end
+        return True
+
+    def _title(self) -> str:
+        spec = self.run.spec
+        ranks = f"{spec.world_size} rank{'s' if spec.world_size > 1 else ''}"
+        label = f"{spec.label}: " if spec.label else ""
+        return f"{label}{spec.strategy or 'own strategy'}, {ranks}, {self.run.state}"
+
+    def _status(self) -> dict[str, Any]:
+        return {"state": self.run.state, "problem": self.problem, "title": self._title()}
+
+    def _spec(self) -> dict[str, Any]:
+        spec = self.run.spec
+        return {"strategy": spec.strategy or "own strategy", "world_size": spec.world_size,
+                "ranks": min(spec.world_size, SHOWN_RANKS), "path": str(self.run.path), "final": FINAL,
+                "roles": theme.ROLES, "hatched": theme.HATCHED, "lane_roles": ROLES, "definition": DEFINITION}
+
+    # ---- the page ------------------------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        if self._ticker is None or not self._ticker.is_alive():
+            self._ticker = Ticker(self)
+            self._ticker.start()
+
+    def tick(self) -> float | None:
+        """Reads on, sends what changed, and says after how many seconds to come again; None: never."""
+        began = time.monotonic()
+        if self._stop_asked:
+            self._stop_asked = False
+            self.run.stop()
+        self._read()
+        if self._over():
+            if not self._closed:
+                self._send(keyframe=True)
+                self._end(show=True)
+            return None
+        cells = frontend.cells()
+        quiet = 0.0 if cells.running else began - max(self._heard_at, cells.ended_at)
+        if quiet > _GONE_S:
+            return None  # a hello starts a new thread
+        period = _QUIET_PERIOD_S if quiet > _QUIET_S else self._period
+        keyframe = self._keyframe_asked or quiet > _QUIET_S or began - self._keyframe_at > _KEYFRAME_S
+        self._send(keyframe=keyframe)
+        # a kernel that needs long for a tick is busy with something better
+        return max(period, 4 * (time.monotonic() - began))
+
+    def _send(self, *, keyframe: bool) -> None:
+        with self._guard:
+            content, data = self._feed.message(self._status(), keyframe=keyframe)
+        if keyframe:
+            self._keyframe_asked, self._keyframe_at = False, time.monotonic()
+        self.send(content, buffers=[data])
+
+    def _on_message(self, _: Any, content: dict[str, Any], __: list[Any]) -> None:
+        """The page speaks: on any thread, early or late, so that this only sets flags."""
+        self._heard_at = time.monotonic()
+        kind = content.get("type")
+        if kind == "hello":
+            self._keyframe_asked = True
+        elif kind == "stop":
+            self._stop_asked = True
+        if kind in ("hello", "stop") and not self._closed:
+            self._start()
+            if self._ticker is not None:
+                self._ticker.wake.set()
