@@ -1,7 +1,8 @@
 """Real data without a download: the standard library's own source text, any text of yours, bundled digits.
 
 Bytes are the tokens, so every file is text and the vocabulary is 256. Nothing is cached: reading the default
-corpus (about 10 MB in 500 files) takes a fraction of a second.
+corpus (about 10 MB in 500 files) takes a fraction of a second. Text is read without torch, so that a command
+line can refuse a path at once.
 """
 
 from __future__ import annotations
@@ -10,22 +11,21 @@ import sysconfig
 import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
-from torch.utils.data import Dataset, TensorDataset
 
 from dplab.errors import UsageError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _NOT_EVERYWHERE = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idlelib", "idle_test", "tkinter",
                    "turtledemo", "lib2to3", "ensurepip", "distutils"}
 """Parts of the standard library that some systems leave out or change; without them the text is the same everywhere."""
 
 Bytes = npt.NDArray[np.uint8]
-Data = Dataset[tuple[Tensor, Tensor]]
 SPLITS = ("train", "held-out")
 _HELD_OUT_OF = 20
 
@@ -41,7 +41,15 @@ class Corpus:
         return len(self.data)
 
 
-class TextDataset(Data):
+class Data(Protocol):
+    """A map-style dataset of (x, y) tensors, as torch.utils.data takes it."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]: ...
+
+
+class TextDataset:
     """A corpus as windows of `sequence` tokens and the same windows one token later, both int64 (sequence,).
 
     Windows do not overlap; what is left at the end is dropped. The bytes stay one shared uint8 array.
@@ -61,6 +69,8 @@ class TextDataset(Data):
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         if not 0 <= index < len(self):
             raise IndexError(f"window {index} of {len(self)}")
+        import torch
+
         start = index * self.sequence
         window = torch.from_numpy(self.corpus.data[start:start + self.sequence + 1].astype(np.int64))
         return window[:-1], window[1:]
@@ -109,6 +119,9 @@ def digits(*, split: str = "train") -> Data:
     except ImportError as error:
         raise UsageError("the digits are bundled with scikit-learn, which is not installed; "
                          "pip install 'dplab[images]'") from error
+    import torch
+    from torch.utils.data import TensorDataset
+
     images, classes = load_digits(return_X_y=True)
     held_out = np.arange(len(classes)) % _HELD_OUT_OF == 0
     chosen = held_out if split == "held-out" else ~held_out

@@ -5,9 +5,7 @@ Each model names in `shard_units` the module classes whose weights ZeRO-3 gather
 
 from __future__ import annotations
 
-import difflib
 import itertools
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -15,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dplab.errors import UsageError
+from dplab.workloads.catalog import workload
 
 
 class Attention(nn.Module):
@@ -141,26 +140,14 @@ def _loss_or_logits(logits: Tensor, y: Tensor | None) -> Tensor:
     return logits if y is None else F.cross_entropy(logits.flatten(0, -2), y.flatten())
 
 
-def _bench_gpt(**overrides: Any) -> GPT:
-    return GPT(**{"layers": 4, "width": 256, "heads": 8, "sequence": 128, "vocabulary": 8192, **overrides})
-
-
-MODELS: dict[str, Callable[..., nn.Module]] = {"tiny-gpt": GPT, "bench-gpt": _bench_gpt, "mlp": MLP, "cnn": CNN}
-"""`tiny-gpt` learns visibly in a minute; `bench-gpt` (7.4 M parameters) is heavy to synchronise for its compute."""
-
-IMAGE_MODELS = ("mlp", "cnn")
-
-
 def build(name: str, **overrides: Any) -> nn.Module:
-    """A model by name, with its defaults or yours: `build("tiny-gpt", layers=2)`. Seed torch before it.
+    """A model by its name in the catalog, with its defaults or yours: `build("tiny-gpt", layers=2)`.
 
-    Raises UsageError for a name or an option that is not known.
+    Seed torch before it. Raises UsageError for a name or an option that is not known.
     """
-    if name not in MODELS:
-        close = difflib.get_close_matches(name, MODELS, n=1)
-        nearest = f" (did you mean {close[0]!r}?)" if close else ""
-        raise UsageError(f"model {name!r} is not known{nearest}; use one of {', '.join(MODELS)}")
+    entry = workload(name)
     try:
-        return MODELS[name](**overrides)
+        model: nn.Module = globals()[entry.model](**{**entry.options, **overrides})
     except TypeError as error:
         raise UsageError(f"model {name!r} cannot be built with {overrides}: {error}") from error
+    return model

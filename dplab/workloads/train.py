@@ -8,11 +8,9 @@ from typing import Any
 import torch
 
 import dplab
-from dplab.errors import UsageError
 from dplab.telemetry.recorder import current
 from dplab.workloads import corpora, models
-
-OPTIMIZERS = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD}
+from dplab.workloads.catalog import optimizer_class, workload
 
 
 def train(*, model: str = "tiny-gpt", data: str | None = None, steps: int = 200, batch_size: int = 8,
@@ -23,14 +21,13 @@ def train(*, model: str = "tiny-gpt", data: str | None = None, steps: int = 200,
     `strategy=None` is the run's own. Returns this rank's losses (nats, one a step), memory (bytes by category)
     and wire (count and bytes by collective).
     """
-    if optimizer not in OPTIMIZERS:
-        raise UsageError(f"optimizer {optimizer!r} is not known; use one of {', '.join(OPTIMIZERS)}")
+    make_optimizer = getattr(torch.optim, optimizer_class(optimizer))
     world = dplab.init()
     torch.manual_seed(seed)
     net = models.build(model).to(world.device)
-    dataset = corpora.dataset(data, images=model in models.IMAGE_MODELS)
+    dataset = corpora.dataset(data, images=workload(model).data == "images")
     batches = dplab.loader(dataset, batch_size=batch_size, seed=seed)
-    engine = dplab.parallelize(net, optimizer=lambda params: OPTIMIZERS[optimizer](params, lr=lr), strategy=strategy)
+    engine = dplab.parallelize(net, optimizer=lambda params: make_optimizer(params, lr=lr), strategy=strategy)
 
     losses: list[float] = []
     window: list[float] = []
@@ -44,5 +41,5 @@ def train(*, model: str = "tiny-gpt", data: str | None = None, steps: int = 200,
             losses.append(sum(window) / len(window))
             window.clear()
             current().gauge("loss", value=losses[-1])
-    return {"steps": steps, "losses": losses, "loss_first": losses[0], "loss_last": losses[-1],
+    return {"backend": world.backend, "steps": steps, "losses": losses, "loss_first": losses[0], "loss_last": losses[-1],
             "memory": engine.memory(), "wire": engine.wire()}

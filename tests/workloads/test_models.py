@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from dplab.errors import UsageError
 from dplab.workloads import models
+from dplab.workloads.catalog import CATALOG, optimizer_class
 
 SMALL = {"tiny-gpt": {"layers": 2, "width": 32, "sequence": 16}, "bench-gpt": {"layers": 2, "width": 32},
          "mlp": {"width": 32}, "cnn": {"channels": 8}}
@@ -17,7 +18,7 @@ SMALL = {"tiny-gpt": {"layers": 2, "width": 32, "sequence": 16}, "bench-gpt": {"
 
 def batch_for(name: str, samples: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
-    if name in models.IMAGE_MODELS:
+    if CATALOG[name].data == "images":
         return torch.rand(samples, 1, 8, 8, generator=generator), torch.randint(10, (samples,), generator=generator)
     text = torch.randint(256, (samples, 17), generator=generator)
     return text[:, :-1], text[:, 1:]
@@ -35,7 +36,7 @@ def test_the_benchmark_gpt_has_about_7_4_million_parameters():
     assert abs(expected - 7.4e6) < 0.05e6
 
 
-@pytest.mark.parametrize("name", models.MODELS)
+@pytest.mark.parametrize("name", CATALOG)
 def test_forward_is_the_cross_entropy_of_its_own_logits(name):
     torch.manual_seed(0)
     model = models.build(name, **SMALL[name])
@@ -45,7 +46,7 @@ def test_forward_is_the_cross_entropy_of_its_own_logits(name):
     torch.testing.assert_close(model(x, y), F.cross_entropy(logits.flatten(0, -2), y.flatten()))
 
 
-@pytest.mark.parametrize("name", models.MODELS)
+@pytest.mark.parametrize("name", CATALOG)
 def test_the_first_loss_is_near_that_of_a_guess(name):
     torch.manual_seed(0)
     model = models.build(name)
@@ -54,7 +55,7 @@ def test_the_first_loss_is_near_that_of_a_guess(name):
     assert abs(model(x, y).item() - math.log(classes)) < 0.5
 
 
-@pytest.mark.parametrize("name", models.MODELS)
+@pytest.mark.parametrize("name", CATALOG)
 def test_a_few_steps_lower_the_loss(name):
     torch.manual_seed(0)
     model = models.build(name, **SMALL[name])
@@ -68,7 +69,7 @@ def test_a_few_steps_lower_the_loss(name):
     assert model(x, y).item() < 0.9 * first
 
 
-@pytest.mark.parametrize("name", models.MODELS)
+@pytest.mark.parametrize("name", CATALOG)
 def test_units_are_modules_of_the_model(name):
     model = models.build(name)
     units = [module for module in model.modules() if isinstance(module, model.shard_units)]
@@ -107,3 +108,8 @@ def test_bad_input(name, options, message):
 def test_a_sequence_that_does_not_fit():
     with pytest.raises(UsageError, match="17 tokens a sequence does not fit this GPT; it was built for at most 16"):
         models.build("tiny-gpt", **SMALL["tiny-gpt"])(torch.zeros(1, 17, dtype=torch.int64))
+
+
+def test_an_optimizer_that_is_not_known():
+    with pytest.raises(UsageError, match=r"optimizer 'sgdd' is not known \(did you mean 'sgd'\?\); use one of adamw"):
+        optimizer_class("sgdd")

@@ -1,0 +1,7 @@
+"""`python -m dplab`."""
+
+import sys
+
+from dplab.cli import main
+
+sys.exit(main())

@@ -1,0 +1,64 @@
+"""The command line: `dplab VERB`, also `python -m dplab`.
+
+Exit status 0, 1 for a failed run, 2 for bad usage, 130 after Ctrl-C. With --json standard output holds one JSON
+object and nothing else. Nothing heavy is imported before a verb needs it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+
+from dplab import __version__
+from dplab.commands import lab, predict
+from dplab.commands.base import Answer, Parser
+from dplab.errors import DplabError, UsageError
+
+_EXAMPLES = """examples:
+  dplab lab                                     explore in JupyterLab
+  dplab train --strategy zero2 --world-size 2   train on real text, headless
+  dplab compare ddp zero1 zero2 zero3           the same work under each strategy, side by side
+  dplab estimate --params 7.5e9 --world-size 64 --strategy zero2
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """All verbs with their arguments."""
+    top = Parser(prog="dplab", description="An interactive lab for data-parallel training.", epilog=_EXAMPLES,
+                 formatter_class=argparse.RawDescriptionHelpFormatter)
+    top.add_argument("--version", action="version", version=f"dplab {__version__}")
+    verbs = top.add_subparsers(metavar="VERB", required=True, parser_class=Parser)
+    for module in (lab, predict):
+        module.add(verbs)
+    return top
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a verb and returns the exit status; errors of ours are one sentence on standard error."""
+    try:
+        args, rest = parser().parse_known_args(arguments)
+        if rest and not getattr(args, "passes_on", False):
+            raise UsageError(f"unrecognized arguments: {' '.join(rest)}; see dplab --help")
+        args.rest = rest
+        answer: Answer = args.run(args)
+        if args.json:
+            print(json.dumps(answer.data), flush=True)
+        elif answer.text:
+            print(answer.text, flush=True)
+        return answer.status
+    except DplabError as error:
+        print(f"dplab: {error}", file=sys.stderr)
+        return 2 if isinstance(error, UsageError) else 1
+    except KeyboardInterrupt:
+        print("dplab: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:      # the reader (head, less) has gone: say nothing more, at exit neither
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,50 @@
+"""`lab`: JupyterLab on the notebooks."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from dplab.commands.base import Answer, Verbs, verb
+from dplab.errors import UsageError
+
+
+def add(verbs: Verbs) -> None:
+    """Declares the verb."""
+    parser = verb(verbs, "lab", lab, about="open JupyterLab on the notebooks",
+                  example="dplab lab --no-browser --port 8890")
+    parser.add_argument("--no-browser", action="store_true", help="do not open a browser, print the address")
+    parser.add_argument("--lay-only", action="store_true", help="lay the notebooks into this folder and stop there")
+    parser.set_defaults(passes_on=True)
+    parser.epilog = f"{parser.epilog}\n\nAny other argument is given to jupyter lab."
+
+
+def lab(args: argparse.Namespace) -> Answer:
+    """Lays the notebooks where there is no checkout, then becomes a JupyterLab until it ends."""
+    from dplab.resources import NOTEBOOKS, folder, is_checkout, lay_notebooks
+
+    here, said = Path.cwd(), []
+    target = folder(NOTEBOOKS)
+    written: list[Path] = []
+    kept: list[Path] = []
+    if not is_checkout() or args.lay_only:
+        target = here
+        written, kept = lay_notebooks(here)
+        said = [f"{path.name} laid into {here}" for path in written]
+        said += [f"{path.name} is left as you changed it; delete it to get the original" for path in kept]
+    data = {"folder": str(target), "written": [path.name for path in written], "kept": [path.name for path in kept]}
+    if args.lay_only:
+        return Answer(data, "\n".join(said))
+    if importlib.util.find_spec("jupyterlab") is None:
+        raise UsageError("JupyterLab is not installed; pip install 'dplab[lab]', then dplab lab again")
+    options = [*(["--no-browser"] if args.no_browser else []), *args.rest]
+    if hasattr(os, "geteuid") and os.geteuid() == 0 and "--allow-root" not in options:
+        said.append("running as root (as in a container): JupyterLab is started with --allow-root")
+        options.append("--allow-root")
+    print("\n".join(said), file=sys.stderr)
+    command = [sys.executable, "-m", "jupyterlab", *options, str(target)]
+    return Answer(data, "", status=subprocess.run(command, check=False).returncode)

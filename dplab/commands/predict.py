@@ -1,0 +1,70 @@
+"""`estimate` and `explain`: what a strategy costs before anything runs. `plan` and `calibrate`: not yet."""
+
+from __future__ import annotations
+
+import argparse
+
+from dplab.commands.base import Answer, Verbs, positive, verb, whole_number
+from dplab.errors import UsageError
+
+
+def add(verbs: Verbs) -> None:
+    """Declares the verbs."""
+    parser = verb(verbs, "estimate", estimate, about="predict the memory of one rank from a parameter count",
+                  example="dplab estimate --params 7.5e9 --world-size 64 --strategy zero2")
+    parser.add_argument("--params", type=positive, required=True, metavar="P", help="parameters, such as 7.5e9")
+    parser.add_argument("--world-size", type=whole_number, required=True, metavar="N", help="ranks")
+    parser.add_argument("--strategy", default="ddp", help="such as zero2, or zero3+bf16+accum4 (default: ddp; without "
+                        "a precision bf16 weights and gradients with an fp32 master copy are counted)")
+    parser.add_argument("--optimizer", default="adamw", help="such as adamw or sgd-momentum (default: adamw)")
+    parser.add_argument("--shard", type=whole_number, help="ranks that share a shard, where fewer than all (hybrid)")
+    shape = parser.add_argument_group("activations of a GPT", "predicted when layers, hidden and sequence are given")
+    for name in ("layers", "hidden", "sequence"):
+        shape.add_argument(f"--{name}", type=whole_number)
+    shape.add_argument("--heads", type=whole_number, help="needed with --no-flash")
+    shape.add_argument("--micro-batch", type=whole_number, default=1, help="sequences a rank (default: 1)")
+    shape.add_argument("--vocabulary", type=whole_number, help="adds the logits")
+    shape.add_argument("--no-flash", action="store_true", help="the attention matrix is stored")
+
+    parser = verb(verbs, "explain", explain, about="tell what a strategy does with parameters, gradients and the wire",
+                  example="dplab explain zero2 --params 7.4e6 --world-size 4")
+    parser.add_argument("strategy", help="such as zero2, or zero3+bf16+accum4")
+    parser.add_argument("--params", type=positive, default=7.4e6, metavar="P", help="parameters (default: 7.4e6)")
+    parser.add_argument("--world-size", type=whole_number, default=2, metavar="N", help="ranks (default: 2)")
+
+    for name in ("plan", "calibrate"):
+        parser = verb(verbs, name, _refuse, about="not implemented yet",
+                      example="dplab estimate --params 7.5e9 --world-size 64 --strategy zero2")
+        parser.set_defaults(name=name, passes_on=True)
+
+
+def estimate(args: argparse.Namespace) -> Answer:
+    """Model states, and activations where a shape was given."""
+    from dplab.planner import footprint
+
+    shape = None
+    given = {name: getattr(args, name) for name in ("layers", "hidden", "sequence")}
+    if any(given.values()):
+        missing = [f"--{name}" for name, value in given.items() if value is None]
+        if missing:
+            raise UsageError(f"activations need --layers, --hidden and --sequence; {', '.join(missing)} is missing")
+        if args.no_flash and args.heads is None:
+            raise UsageError("--no-flash needs --heads, the number of attention matrices that are stored")
+        shape = footprint.ModelShape(**given, heads=args.heads or 1, micro_batch=args.micro_batch,
+                                     vocabulary=args.vocabulary or 0, flash=not args.no_flash)
+    result = footprint.estimate(params=args.params, world_size=args.world_size, strategy=args.strategy,
+                                optimizer=args.optimizer, shard=args.shard, shape=shape)
+    return Answer(result.to_dict(), str(result))
+
+
+def explain(args: argparse.Namespace) -> Answer:
+    """The strategy's row with this many parameters."""
+    from dplab.planner.explain import explain as told
+
+    result = told(args.strategy, args.params, args.world_size)
+    return Answer(result.to_dict(), str(result))
+
+
+def _refuse(args: argparse.Namespace) -> Answer:
+    raise UsageError(f"dplab {args.name} is not implemented yet; "
+                     f"dplab estimate predicts memory and dplab compare measures strategies side by side")
