@@ -1,6 +1,7 @@
 """The run directory: where each file of a run lies, how it is written whole, and what state the run is in.
 
-    run.json            what was asked: spec, versions, schema, who starts it
+    run.json            what was asked: spec, versions, schema
+    starter.json        the process from which the supervisor comes
     pids.json           supervisor and ranks, each pid with its creation time
     exit.json           how the run ended; absent while it runs
     control/stop        somebody asked the run to end
@@ -112,9 +113,8 @@ class RunDirectory:
                 return None
             return (f"its supervisor (process {supervisor.pid}) vanished without writing the run's end, "
                     f"most likely killed; its ranks ended with it")
-        info = self.info()
-        starter = info.get("starter")
-        age = time.time() - info.get("created", 0) / 1e9
+        starter = read_json(self.path / "starter.json")
+        age = time.time() - self.info().get("created", 0) / 1e9
         if starter is None or Identity.from_list(starter).lives() or age < _STARTING_SECONDS:
             return None
         if self.exit() is not None or self.processes() is not None:
@@ -227,6 +227,11 @@ def write_reserved(path: Path, value: dict[str, Any]) -> None:
     finally:
         os.close(handle)
     os.replace(_reserved(path), path)
+
+
+def release(path: Path) -> None:
+    """Gives back the space of an end that did not come."""
+    _reserved(path).unlink(missing_ok=True)
 
 
 def _reserved(path: Path) -> Path:

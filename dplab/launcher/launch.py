@@ -1,0 +1,167 @@
+"""`dplab.launch`: runs a function on several ranks in the background and returns a handle at once.
+
+What can be wrong is found before anything starts; what goes wrong later is the run's, and `Run.wait` tells it.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import secrets
+import shutil
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from dplab import __version__
+from dplab.errors import RunError, UsageError
+from dplab.launcher import payload
+from dplab.launcher.job import RANK_VARIABLES, Job
+from dplab.launcher.run import Run
+from dplab.launcher.starter import start_run
+from dplab.specs import RunSpec, Strategy
+from dplab.telemetry.process import Identity
+from dplab.telemetry.rundir import RunDirectory, runs_root, write_json
+
+BACKENDS = ("gloo", "nccl")
+
+
+def launch(
+    function: payload.Function,
+    *,
+    world_size: int = 1,
+    strategy: Strategy | str | None = None,
+    backend: str | None = None,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    detach: bool = True,
+    threads: int | None = None,
+    env: Mapping[str, str] | None = None,
+    label: str | None = None,
+    root: str | os.PathLike[str] | None = None,
+    warm: bool | None = None,
+) -> Run:
+    """Starts `function(*args, **kwargs)` on `world_size` ranks of this machine; returns at once.
+
+    `function`: any callable, also one defined in a notebook cell, or `"package.module:function"`.
+    `strategy`: what `dplab.parallelize` uses in the ranks where the program names none.
+    `backend`: `gloo`, `nccl`, or None for what the machine has.
+    `detach`: True: the run outlives this process, `dplab.attach` finds it again; False: it ends with it.
+    `threads`: intra-operation threads a rank; None: OMP_NUM_THREADS, else the cores shared out evenly.
+    `env`: variables for the ranks on top of this process's, which stays as it is.
+    `root`: folder for the run's directory; None: DPLAB_RUNS, else the user's data folder.
+    `warm`: True or False forces the preloaded parent or fresh interpreters; None: what fits.
+
+    UsageError: a value that is not allowed, a function or an argument that cannot travel. RunError: the run's
+    directory or its first process cannot be made.
+    """
+    spec = _check(function, world_size, strategy, backend, detach, label)
+    job_environ = {**os.environ, **_check_env(env)}
+    call = payload.encode(function, _check_args(args), _check_kwargs(kwargs))
+    directory = _make_directory(Path(root) if root is not None else runs_root(), spec)
+    job = Job(
+        directory=str(directory.path), world_size=world_size, threads=_threads(threads, world_size, job_environ),
+        strategy=spec.strategy, backend=backend, cwd=os.getcwd(), environ=job_environ,
+        sys_path=[os.path.abspath(entry) for entry in sys.path],
+        launcher=None if detach else Identity.of(os.getpid()), function=spec.function)
+    try:
+        _write(directory, call)
+        starter = start_run(job, warm=warm)
+        # Tells readers whose death would mean that the run never comes; it reads as starting until then.
+        write_json(directory.path / "starter.json", starter)
+    except BaseException:
+        shutil.rmtree(directory.path, ignore_errors=True)
+        raise
+    return Run(directory)
+
+
+def _check(function: payload.Function, world_size: int, strategy: Strategy | str | None, backend: str | None,
+           detach: bool, label: str | None) -> RunSpec:
+    name = payload.function_name(function)
+    if strategy is not None:
+        strategy = Strategy.parse(strategy)
+        strategy.require_implemented()
+    if backend is not None and backend not in BACKENDS:
+        raise UsageError(f"launch(backend={backend!r}) is not known; use one of {', '.join(BACKENDS)}, or None for "
+                         f"what the machine has")
+    if not isinstance(detach, bool):
+        raise UsageError(f"launch(detach={detach!r}) is not allowed; detach is True or False")
+    spec = RunSpec(function=name, world_size=world_size, strategy=None if strategy is None else str(strategy),
+                   backend=backend, detach=detach, label=label)
+    most = 32 * (os.cpu_count() or 1)
+    if world_size > most:
+        raise UsageError(f"launch(world_size={world_size}) is not allowed; this machine has {os.cpu_count()} cores, "
+                         f"and more than {most} ranks on it would only wait for each other")
+    return spec
+
+
+def _check_env(env: Mapping[str, str] | None) -> dict[str, str]:
+    for name, value in (env or {}).items():
+        if not isinstance(name, str) or not isinstance(value, str):
+            raise UsageError(f"launch(env={{{name!r}: {value!r}}}) is not allowed; names and values are strings")
+        if name in RANK_VARIABLES:
+            raise UsageError(f"launch(env={{{name!r}: ...}}) is not allowed; the launcher sets {name} for each rank")
+    return dict(env or {})
+
+
+def _check_args(args: Sequence[Any]) -> Sequence[Any]:
+    if isinstance(args, str) or not isinstance(args, Sequence):
+        raise UsageError(f"launch(args={args!r}) is not allowed; args is a tuple or list, write args=({args!r},)")
+    return args
+
+
+def _check_kwargs(kwargs: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise UsageError(f"launch(kwargs={kwargs!r}) is not allowed; kwargs is a dict of keyword arguments")
+    return kwargs or {}
+
+
+def _threads(threads: int | None, world_size: int, environ: Mapping[str, str]) -> int:
+    if threads is None:
+        given = environ.get("OMP_NUM_THREADS", "")
+        return int(given) if given.isdigit() and int(given) else max(1, (os.cpu_count() or 1) // world_size)
+    if not isinstance(threads, int) or isinstance(threads, bool) or threads < 1:
+        raise UsageError(f"launch(threads={threads!r}) is not allowed; threads is an integer >= 1, or None")
+    return threads
+
+
+def _make_directory(root: Path, spec: RunSpec) -> RunDirectory:
+    info = {"spec": spec.to_dict(), "created": time.time_ns(), "versions": _versions(), "argv": sys.argv,
+            "cwd": os.getcwd(), "host": platform.node()}
+    while True:
+        # Sorts by time, also within a second; the random end keeps apart what starts in one millisecond.
+        now = time.time()
+        stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime(now))
+        directory = RunDirectory(root.absolute() / f"{stamp}-{int(now * 1000) % 1000:03d}{secrets.token_hex(2)}")
+        try:
+            directory.create(info, spec.world_size)
+            return directory
+        except FileExistsError as error:
+            if not root.is_dir():
+                raise UsageError(f"{root} is a file, runs need a folder; set DPLAB_RUNS or root to one") from error
+        except RunError:
+            shutil.rmtree(directory.path, ignore_errors=True)
+            raise
+
+
+def _versions() -> dict[str, str | None]:
+    versions: dict[str, str | None] = {"dplab": __version__, "python": platform.python_version()}
+    for name in ("torch", "numpy"):
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            versions[name] = None
+    return versions
+
+
+def _write(directory: RunDirectory, call: bytes) -> None:
+    path = directory.path / "call.pkl"
+    try:
+        write_json(directory.path / "starter.json", None)
+        payload.write_private(path, call)
+    except OSError as error:
+        raise RunError(f"the function and its arguments ({len(call)} bytes) cannot be written to {path}: "
+                       f"{error.strerror}; free space there, pass less, or set DPLAB_RUNS to another folder") from error

@@ -1,0 +1,199 @@
+"""`Run`: a handle on a run in the background, wherever it was started. All it knows it reads from the directory."""
+
+from __future__ import annotations
+
+import html
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dplab.errors import RunError, UsageError
+from dplab.launcher import payload
+from dplab.launcher.compare import Comparison, compare
+from dplab.launcher.failure import failure_of, headline
+from dplab.specs import RunSpec
+from dplab.telemetry.events import Event
+from dplab.telemetry.reader import RunReader
+from dplab.telemetry.rundir import ENDED, RunDirectory, require_run, runs_root
+from dplab.telemetry.summary import Summary
+
+if TYPE_CHECKING:
+    from dplab.widgets.board import Board
+
+_POLL_SECONDS = 0.02
+_END_SECONDS = 10.0
+"""How long the supervisor may take from its last signal to the end of the run."""
+
+
+class Run:
+    """One run: made by `dplab.launch`, found again by `dplab.attach` and `dplab.runs`.
+
+    Dropping the handle, restarting the kernel or interrupting `wait` leaves a detached run as it is.
+    """
+
+    def __init__(self, directory: RunDirectory) -> None:
+        self._directory = directory
+        self._spec = directory.spec
+        self._reader: RunReader | None = None
+        self._summary = Summary()
+
+    @property
+    def id(self) -> str:
+        """The run's name, which `attach` takes."""
+        return self.path.name
+
+    @property
+    def path(self) -> Path:
+        """The run's directory."""
+        return self._directory.path
+
+    @property
+    def spec(self) -> RunSpec:
+        """What `launch` was asked for."""
+        return self._spec
+
+    @property
+    def state(self) -> str:
+        """`starting`, `running`, `stopping`; at the end `finished`, `failed` or `stopped`."""
+        return self._directory.state()
+
+    @property
+    def failure(self) -> str | None:
+        """Why the run failed or was stopped, in one line; None otherwise."""
+        return headline(self._directory)
+
+    def wait(self, timeout: float | None = None) -> list[Any]:
+        """What each rank returned, in rank order, once the run has ended.
+
+        Of a stopped run: what there is, None for a rank that was stopped before its function returned.
+        `timeout` in seconds: TimeoutError when the run is not over by then; the run goes on, as it does when
+        the wait is interrupted. RankFailed: a rank failed; the message starts with the first that did, and its
+        own traceback. RunError: the run itself failed, or its results could have been written by another user.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while (state := self.state) not in ENDED:
+            if deadline is not None and time.monotonic() >= deadline:
+                raise TimeoutError(f"run {self.id} is {state} after {timeout:g} s; it goes on: "
+                                   f"wait again, or stop() it")
+            time.sleep(_POLL_SECONDS)
+        if state == "failed":
+            raise failure_of(self._directory)
+        return [payload.load_result(self._directory, rank) for rank in range(self.spec.world_size)]
+
+    def request_stop(self, timeout: float = 10.0) -> None:
+        """Asks the run to stop and returns at once; what `stop` does from then on happens without this process."""
+        if timeout < 0:
+            raise UsageError(f"stop(timeout={timeout!r}) is not allowed; timeout is a number of seconds >= 0")
+        if self.state not in ENDED:
+            self._directory.request_stop(timeout)
+
+    def stop(self, timeout: float = 10.0) -> str:
+        """Ends the run and returns its state once it has ended (`stopped`, or what it came to before).
+
+        Ranks that use the engine end together at the end of a step; what has not ended after `timeout` seconds
+        is told to (SIGTERM) and three seconds later made to (SIGKILL). RunError if even that does not help.
+        """
+        self.request_stop(timeout)
+        deadline = time.monotonic() + timeout + 2 * _END_SECONDS
+        while (state := self.state) not in ENDED:
+            if time.monotonic() > deadline:
+                raise RunError(f"run {self.id} is still {state} {timeout + 2 * _END_SECONDS:g} s after it was asked to "
+                               f"stop; see {self.path}/supervisor.log")
+            time.sleep(_POLL_SECONDS)
+        return state
+
+    def logs(self, rank: int | None = None) -> str:
+        """What a rank printed, standard output before standard error; of all ranks under a heading each."""
+        if rank is None:
+            return "\n".join(f"--- rank {rank}\n{self.logs(rank)}" for rank in range(self.spec.world_size))
+        if not isinstance(rank, int) or not 0 <= rank < self.spec.world_size:
+            raise UsageError(f"logs(rank={rank!r}) is not allowed; run {self.id} has the ranks 0 to "
+                             f"{self.spec.world_size - 1}")
+        files = (self._directory.rank(rank) / name for name in ("stdout.log", "stderr.log"))
+        return "".join(file.read_text(encoding="utf-8", errors="replace") for file in files if file.exists())
+
+    def reader(self) -> RunReader:
+        """A reader of its own, from the beginning."""
+        return RunReader(self.path)
+
+    def events(self) -> list[Event]:
+        """All events recorded so far, of all ranks, by the time at which they ended."""
+        return self.reader().poll()
+
+    def memory(self) -> dict[int, dict[str, int]]:
+        """Bytes by category as last recorded, by rank; empty where no rank records any."""
+        return self._fold().memory
+
+    def timeline(self) -> Any:
+        """The latest complete step, rank by rank, as a plotly Figure: computing, and synchronising what."""
+        try:
+            from dplab.views.figures import timeline_figure
+        except ModuleNotFoundError as error:
+            raise _lacks_lab("timeline", error) from error
+        return timeline_figure(self.events())
+
+    def dashboard(self, **options: Any) -> Board:
+        """The live board; a static picture where there is no front end. Options are the board's."""
+        try:
+            from dplab.widgets.board import Board
+        except ModuleNotFoundError as error:
+            raise _lacks_lab("dashboard", error) from error
+        return Board(self, **options)
+
+    def compare(self, other: Run) -> Comparison:
+        """What differs between this run and another: strategy, step, synchronisation, memory, bytes sent."""
+        return compare(self.path, other.path)
+
+    def __repr__(self) -> str:
+        return f"<Run {' · '.join(self._facts())}>"
+
+    def _repr_html_(self) -> str:
+        name, *facts = map(html.escape, self._facts())
+        return f"<div><b>Run {name}</b><br>{' · '.join(facts)}</div>"
+
+    def _facts(self) -> list[str]:
+        spec = self.spec
+        what = f"{spec.strategy or spec.function} on {spec.world_size} rank{'s' if spec.world_size > 1 else ''}"
+        facts = [self.id, spec.label, what, self.state, self._fold().line(), self.failure, str(self.path)]
+        return [fact for fact in facts if fact]
+
+    def _fold(self) -> Summary:
+        if self._reader is None:
+            self._reader = self.reader()
+        return self._summary.feed(self._reader.poll())
+
+
+def attach(path_or_id: str | os.PathLike[str]) -> Run:
+    """The run of a directory or of an id (or its unmistakable beginning), whoever started it.
+
+    RunError where there is no such run or the directory is not one.
+    """
+    text = os.fspath(path_or_id)
+    if not text:
+        raise UsageError("attach was given an empty name; give a run's directory or id")
+    path = Path(text).expanduser()
+    if os.sep in text or path.exists():
+        return Run(require_run(path.absolute()))
+    root = runs_root()
+    found = [name for name in _names(root) if name.startswith(text)]
+    if len(found) == 1:
+        return Run(require_run(root / found[0]))
+    if text in found:
+        return Run(require_run(root / text))
+    raise RunError(f"{len(found) or 'no'} runs in {root} have an id that starts with {text!r}; "
+                   f"dplab.runs() lists them, newest first")
+
+
+def runs(root: str | os.PathLike[str] | None = None) -> list[Run]:
+    """This user's runs, newest first; `root`: folder to look in, None: where `launch` puts them."""
+    folder = runs_root() if root is None else Path(root)
+    return [Run(RunDirectory(folder / name)) for name in sorted(_names(folder), reverse=True)]
+
+
+def _lacks_lab(what: str, error: ModuleNotFoundError) -> UsageError:
+    return UsageError(f"the {what} needs {error.name}, which is not installed; run: pip install 'dplab[lab]'")
+
+
+def _names(root: Path) -> list[str]:
+    return [path.parent.name for path in root.glob("*/run.json")]

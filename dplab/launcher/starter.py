@@ -1,0 +1,138 @@
+"""How a run's supervisor is started: through the warm parent, or cold, as a fresh interpreter.
+
+The launching process itself is never forked (it may hold a CUDA context, threads, a notebook's event loop).
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import fcntl
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+
+from dplab.errors import RunError
+from dplab.launcher.job import Job
+from dplab.launcher.linux import LINUX
+from dplab.launcher.supervisor import package_path
+from dplab.telemetry.process import Identity
+
+_IMPORT_TIME = ("LD_", "PYTHON", "TORCH", "PYTORCH", "MKL_", "KMP_", "OMP_", "GOMP_", "OPENBLAS_", "ATEN_", "DNNL_",
+                "ONEDNN_", "MALLOC_")
+_SET_LATER = ("OMP_NUM_THREADS",)
+"""Variables that libraries read when they are imported: a rank whose launch differs in them starts cold."""
+
+
+class WarmParent:
+    """The launching process's end of its warm parent. Thread-safe; a fork of the launching process gets its own."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._owner = 0
+        self._environ: dict[str, str] = {}
+
+    def fits(self, environ: Mapping[str, str]) -> bool:
+        """True where a process forked from it is like a fresh one of that environment."""
+        with self._lock:
+            return not self._serves() or self._environ == _import_time(environ)
+
+    def submit(self, job: Job) -> Identity:
+        """Hands a job over and returns who will start it; starts the warm parent where there is none."""
+        line = job.to_json().encode() + b"\n"
+        with self._lock:
+            for _ in range(2):  # the one we have may just have ended
+                process = self._process if self._serves() else self._begin(job.environ)
+                assert process is not None
+                assert process.stdin is not None
+                identity = Identity.of(process.pid)
+                try:
+                    process.stdin.write(line)
+                    process.stdin.flush()
+                except BrokenPipeError:
+                    self._drop()
+                    continue
+                except BaseException:  # an interrupt: half a line may be in the pipe
+                    self._drop()
+                    raise
+                if identity is not None:
+                    return identity
+                self._drop()
+        raise RunError("the warm parent of runs ends as soon as it is started; "
+                       "launch with warm=False to see a rank's own reason")
+
+    def close(self) -> None:
+        """Ends the warm parent; runs under way go on."""
+        with self._lock:
+            self._drop()
+
+    @property
+    def pid(self) -> int | None:
+        """Its process, None where there is none now."""
+        with self._lock:
+            return self._process.pid if self._process is not None and self._serves() else None
+
+    def _serves(self) -> bool:
+        return self._process is not None and self._owner == os.getpid() and self._process.poll() is None
+
+    def _begin(self, environ: dict[str, str]) -> subprocess.Popen[bytes]:
+        self._drop()
+        self._environ = _import_time(environ)
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "dplab.launcher.warm"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL, start_new_session=True,
+            # One thread: a pool of numpy's would not come along into the ranks.
+            env={**environ, "PYTHONPATH": package_path(environ), "OPENBLAS_NUM_THREADS": "1"})
+        assert process.stdin is not None
+        with contextlib.suppress(OSError):  # a wider pipe only saves waiting while it still imports torch
+            fcntl.fcntl(process.stdin, getattr(fcntl, "F_SETPIPE_SZ", 1031), 1 << 20)
+        _reap_when_over(process)
+        self._process, self._owner = process, os.getpid()
+        return process
+
+    def _drop(self) -> None:
+        if self._process is not None and self._process.stdin is not None:
+            with contextlib.suppress(OSError):  # bytes for a process that is gone
+                self._process.stdin.close()
+        self._process = None
+
+
+WARM = WarmParent()
+atexit.register(WARM.close)
+
+
+def start_run(job: Job, *, warm: bool | None) -> Identity:
+    """Starts the supervisor of a run; returns the process from which it will come."""
+    if warm or (warm is None and LINUX and WARM.fits(job.environ)):
+        return WARM.submit(job)
+    return _start_cold(job)
+
+
+def _start_cold(job: Job) -> Identity:
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-m", "dplab.launcher.supervisor"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL, start_new_session=True, env={**job.environ, "PYTHONPATH": package_path(job.environ)})
+    identity = Identity.of(process.pid)
+    assert process.stdin is not None
+    try:
+        with process.stdin as pipe:
+            pipe.write(job.to_json().encode())
+    except BrokenPipeError:
+        identity = None
+    if identity is None:
+        raise RunError(f"the run's supervisor ended as soon as it was started, with status {process.wait()}; "
+                       f"try `{sys.executable} -m dplab.launcher.supervisor` to see why")
+    _reap_when_over(process)
+    return identity
+
+
+def _reap_when_over(process: subprocess.Popen[bytes]) -> None:
+    threading.Thread(target=process.wait, name="dplab-reaper", daemon=True).start()
+
+
+def _import_time(environ: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in environ.items()
+            if name.startswith(_IMPORT_TIME) and name not in _SET_LATER}
