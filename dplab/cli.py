@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 
 from dplab import __version__
-from dplab.commands import lab, predict
+from dplab.commands import compare, doctor, lab, predict, runs, train
 from dplab.commands.base import Answer, Parser
 from dplab.errors import DplabError, UsageError
 
@@ -31,7 +31,7 @@ def parser() -> argparse.ArgumentParser:
                  formatter_class=argparse.RawDescriptionHelpFormatter)
     top.add_argument("--version", action="version", version=f"dplab {__version__}")
     verbs = top.add_subparsers(metavar="VERB", required=True, parser_class=Parser)
-    for module in (lab, predict):
+    for module in (lab, train, compare, predict, runs, doctor):
         module.add(verbs)
     return top
 

@@ -163,7 +163,7 @@ def test_every_public_name_resolves():
     assert set(dir(dplab)) == set(dplab.__all__)
     for name in dplab.__all__:
         assert getattr(dplab, name) is not None
-    with pytest.raises(AttributeError, match="module 'dplab' has no attribute 'paralelize'; it has .*parallelize"):
+    with pytest.raises(AttributeError, match=r"module 'dplab' has no attribute 'paralelize'; it has .*parallelize"):
         _ = dplab.paralelize
 
 

@@ -45,7 +45,7 @@ def test_the_wheel_holds_what_it_needs_and_nothing_else(wheel):
     assert "dplab/py.typed" in names
     assert "dplab/_data/corpora.md" in names
     assert any(name.startswith("dplab/widgets/") and name.endswith(".js") for name in names)
-    assert NOTEBOOKS == sorted(name.rsplit("/", 1)[1] for name in names if name.endswith(".ipynb"))
+    assert sorted(name.rsplit("/", 1)[1] for name in names if name.endswith(".ipynb")) == NOTEBOOKS
     assert any(name.endswith("licenses/LICENSE") for name in names)
     outside = [name for name in names if not name.startswith(("dplab/", "dplab-"))]
     assert outside == []

@@ -1,1 +1,1 @@
-"""Other libraries behind the same few verbs: parity oracle and benchmark rival."""
+"""Other people's engines behind the same verbs as ours: rivals in `dplab compare`, oracles in the parity tests."""

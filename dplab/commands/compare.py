@@ -1,0 +1,142 @@
+"""`compare`: the same work under several systems, in one go, so that a drifting machine hits all alike."""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import sys
+from dataclasses import dataclass, field
+from typing import Any
+
+from dplab.commands.base import Answer, Verbs, verb, whole_number
+from dplab.commands.kept import KeptWorld
+from dplab.commands.train import ProgressLine, checked_workload, usage_error_of, workload_arguments
+from dplab.errors import RankFailed, UsageError
+from dplab.telemetry.summary import Summary
+
+DEFAULT = ["ddp", "zero1", "zero2", "zero3", "single"]
+_WARM_UP = 3
+"""Steps of a first turn that is not counted."""
+
+
+def add(verbs: Verbs) -> None:
+    """Declares the verb."""
+    parser = verb(verbs, "compare", compare, about="measure systems side by side on the same work",
+                  example="dplab compare ddp zero1 zero2 zero3 torch:ddp torch:fsdp2 single --world-size 2")
+    parser.add_argument("systems", nargs="*", metavar="SYSTEM",
+                        help="ddp, zero1, zero2, zero3, a longer strategy, torch:ddp, torch:zero1, torch:fsdp2, "
+                             "deepspeed:1|2|3, single (no synchronisation at all); the first is what ratios are "
+                             f"taken to (default: {' '.join(DEFAULT)})")
+    parser.add_argument("--steps", type=whole_number, default=40, help="counted steps a system (default: 40)")
+    parser.add_argument("--block", type=whole_number, default=4, help="steps a turn (default: 4)")
+    workload_arguments(parser)
+
+
+@dataclass
+class Contender:
+    """A system's world and what its turns gave."""
+
+    name: str
+    world: KeptWorld
+    step_ms: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    tokens: int = 0
+
+    def turn(self, steps: int, *, counted: bool) -> None:
+        """A block of steps. Its time is the slowest rank's, its loss the mean over ranks."""
+        answers = self.world.turn(steps)
+        self.losses += [statistics.fmean(losses)
+                        for losses in zip(*(answer["losses"] for answer in answers), strict=True)]
+        if counted:
+            self.step_ms.append(1e3 * max(answer["seconds"] for answer in answers) / steps)
+            self.tokens = sum(answer["tokens"] for answer in answers) // steps
+
+
+def compare(args: argparse.Namespace) -> Answer:
+    """Starts a world a system, gives them turns, tabulates."""
+    from dplab.launcher.launch import launch
+    from dplab.peers.catalog import system
+
+    names = args.systems or DEFAULT
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise UsageError(f"system {twice!r} is given twice; name each system once")
+    chosen = [system(name) for name in names]
+    kwargs = checked_workload(args)
+    skipped = [{"strategy": each.name, "reason": each.missing()} for each in chosen if each.missing()]
+    for row in skipped:
+        print(f"{row['strategy']} is skipped: {row['reason']}", file=sys.stderr)
+    contenders: list[Contender] = []
+    try:
+        for each in chosen:
+            if each.missing():
+                continue
+            run = launch("dplab.peers.serve:serve", world_size=args.world_size, args=(each.name,), kwargs=kwargs,
+                         backend=args.backend, detach=False, label=f"compare {each.name}")
+            contenders.append(Contender(each.name, KeptWorld(run, args.world_size)))
+        if not contenders:
+            raise UsageError("no system is left to compare; " + "; ".join(str(row["reason"]) for row in skipped))
+        _take_turns(contenders, args.steps, min(args.block, args.steps))
+        rows = [_row(each, contenders[0], args.world_size) for each in contenders]
+    except RankFailed as error:
+        raise usage_error_of(error) or error from None
+    finally:
+        for contender in contenders:
+            contender.world.close()
+    return Answer({"rows": rows, "baseline": contenders[0].name, "skipped": skipped}, _table(rows))
+
+
+def _take_turns(contenders: list[Contender], steps: int, block: int) -> None:
+    line = ProgressLine()
+    for each in contenders:
+        line.show(f"starting {each.name}")
+        each.world.connect()
+        each.turn(_WARM_UP, counted=False)
+    blocks = max(1, round(steps / block))
+    for index in range(blocks):
+        # Every other round the other way round: what follows a system should not always be the same one.
+        for each in contenders if index % 2 == 0 else reversed(contenders):
+            line.show(f"block {index + 1}/{blocks} {each.name}")
+            each.turn(block, counted=True)
+    line.end()
+
+
+def paired_ratio(times: list[float], baseline: list[float], *, draws: int = 2000) -> dict[str, float]:
+    """Median of the ratios of paired blocks, with the 95 % interval of that median under resampled blocks."""
+    ratios = [time / base for time, base in zip(times, baseline, strict=True)]
+    generator = random.Random(0)
+    medians = sorted(statistics.median(generator.choices(ratios, k=len(ratios))) for _ in range(draws))
+    return {"median": statistics.median(ratios), "low": medians[int(0.025 * draws)],
+            "high": medians[int(0.975 * draws) - 1]}
+
+
+def _row(each: Contender, baseline: Contender, world_size: int) -> dict[str, Any]:
+    results = each.world.end()
+    summary = Summary()
+    summary.feed(each.world.run.reader().poll())
+    median = statistics.median(each.step_ms)
+    return {"strategy": each.name, "world_size": world_size, "backend": results[0]["backend"],
+            "steps": len(each.losses), "loss_first": each.losses[0], "loss_last": each.losses[-1],
+            "tokens_per_s": each.tokens * 1e3 / median, "step_ms_median": median, "sync_ms_median": summary.sync_ms,
+            "peak_bytes": each.world.peak_bytes, "peak_total_bytes": each.world.peak_total_bytes,
+            "memory": results[0]["memory"], "wire": results[0]["wire"], "run_dir": str(each.world.run.path),
+            "ratio": paired_ratio(each.step_ms, baseline.step_ms)}
+
+
+def _table(rows: list[dict[str, Any]]) -> str:
+    head = ("system", "step ms", f"ratio to {rows[0]['strategy']} [95 %]", "sync ms", "tokens/s", "last loss",
+            "memory MB", "sent MB/step")
+    lines = [head]
+    for row in rows:
+        ratio, sync = row["ratio"], row["sync_ms_median"]
+        sent = sum(each["bytes"] for each in row["wire"].values()) / row["steps"] / 1e6
+        lines.append((row["strategy"], f"{row['step_ms_median']:.1f}",
+                      f"{ratio['median']:.3f} [{ratio['low']:.3f}, {ratio['high']:.3f}]",
+                      "-" if sync is None else f"{sync:.1f}", f"{row['tokens_per_s']:,.0f}", f"{row['loss_last']:.4f}",
+                      f"{row['peak_total_bytes'] / 1e6:,.0f}", f"{sent:,.2f}" if row["wire"] else "-"))
+    widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
+    table = ["  ".join(cell.ljust(width) if column == 0 else cell.rjust(width)
+                       for column, (cell, width) in enumerate(zip(line, widths, strict=True))) for line in lines]
+    return "\n".join([*table, "memory: private bytes of all ranks and their shared pages once, at the peak; sent: by "
+                              "rank 0, where the system counts; sync: exposed, where the system tells"])

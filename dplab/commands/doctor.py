@@ -1,0 +1,105 @@
+"""`doctor`: what this machine can do, or where each rank of a run stands."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import os
+import platform
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+from dplab.commands.base import Answer, Verbs, verb
+from dplab.errors import DplabError
+
+_PACKAGES = ("dplab", "torch", "numpy", "psutil", "nvidia-ml-py", "cloudpickle", "jupyterlab", "ipywidgets",
+             "anywidget", "plotly", "scikit-learn", "deepspeed")
+
+
+def add(verbs: Verbs) -> None:
+    """Declares the verb."""
+    parser = verb(verbs, "doctor", doctor, about="tell what this machine can do, or where the ranks of a run stand",
+                  example="dplab doctor RUN")
+    parser.add_argument("run_id", nargs="?", metavar="RUN", help="a run's id or directory (default: the machine)")
+
+
+def doctor(args: argparse.Namespace) -> Answer:
+    """The machine, or one run."""
+    return _machine() if args.run_id is None else _run(args.run_id)
+
+
+def _machine() -> Answer:
+    import torch
+    import torch.distributed as dist
+
+    from dplab.telemetry.rundir import runs_root
+    from dplab.telemetry.utilization import sources
+
+    root = runs_root()
+    there = next(path for path in (root, *root.parents) if path.exists())
+    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    data: dict[str, Any] = {
+        "python": platform.python_version(), "platform": platform.platform(), "packages": _versions(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "gpus": gpus,
+        "backends": [name for name, there in (("gloo", dist.is_gloo_available()), ("nccl", dist.is_nccl_available()))
+                     if there],
+        "shm_bytes": shutil.disk_usage("/dev/shm").total if Path("/dev/shm").is_dir() else None,
+        "runs": str(root), "runs_free_bytes": shutil.disk_usage(there).free,
+        "gauges": {name: source.reason or "measurable" for name, source in sources().items()},
+    }
+    lines = [f"python      {data['python']} on {data['platform']}",
+             f"cores       {data['cores']}: ranks beyond that share them",
+             f"gpus        {', '.join(gpus) or 'none that torch can use'}",
+             f"backends    {', '.join(data['backends'])}",
+             "/dev/shm    " + ("absent" if data["shm_bytes"] is None else f"{data['shm_bytes'] / 1e9:.1f} GB"),
+             f"runs        {data['runs']}, {data['runs_free_bytes'] / 1e9:.1f} GB free there",
+             "gauges      " + "; ".join(f"{name}: {told}" for name, told in data["gauges"].items()),
+             "packages    " + ", ".join(f"{name} {version or 'not installed'}"
+                                        for name, version in data["packages"].items())]
+    return Answer(data, "\n".join(lines))
+
+
+def _run(run_id: str) -> Answer:
+    from dplab.launcher.run import attach
+    from dplab.telemetry.process import Identity
+    from dplab.telemetry.rundir import RunDirectory
+
+    run = attach(run_id)
+    directory, reader = RunDirectory(run.path), run.reader()
+    processes: list[Identity] = (directory.processes() or {"ranks": []})["ranks"]
+    now, ranks = time.monotonic_ns(), []
+    for rank in reader.ranks:
+        process = processes[rank] if rank < len(processes) else None
+        lives = process is not None and process.lives()
+        row: dict[str, Any] = {"rank": rank, "lives": lives, "pid": None if process is None else process.pid}
+        try:
+            standing = reader.standing(rank)
+        except DplabError as error:      # a damaged page of one rank hides no other rank
+            row["note"] = str(error)
+            standing = None
+        if standing is not None:
+            row |= {"step": standing.step, "phase": standing.phase, "bucket": standing.bucket,
+                    "seconds_ago": (now - standing.time) / 1e9 if lives else None}
+        ranks.append(row)
+    data = {"id": run.id, "state": run.state, "ranks": ranks, "run_dir": str(run.path)}
+    lines = [f"run {run.id}: {run.state}"]
+    for row in ranks:
+        where = row.get("note", "has noted nothing yet")
+        if "step" in row:
+            where = f"step {row['step']}, {row['phase']}" + (f", bucket {row['bucket']}" if row["bucket"] >= 0 else "")
+            where += "" if row["seconds_ago"] is None else f", for {row['seconds_ago']:.1f} s"
+        lines.append(f"  rank {row['rank']} ({'process ' + str(row['pid']) if row['lives'] else 'ended'}): {where}")
+    return Answer(data, "\n".join(lines))
+
+
+def _versions() -> dict[str, str | None]:
+    found: dict[str, str | None] = {}
+    for name in _PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = None
+    return found

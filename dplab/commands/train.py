@@ -1,0 +1,161 @@
+"""`train`: one run, watched from the terminal."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from typing import TYPE_CHECKING, Any
+
+from dplab.commands.base import Answer, Verbs, positive, verb, whole_number
+from dplab.commands.measure import figures, progress
+from dplab.errors import RankFailed, RunError, UsageError
+from dplab.specs import Strategy
+from dplab.telemetry.summary import Summary
+from dplab.workloads.catalog import CATALOG, OPTIMIZERS, optimizer_class, workload
+
+if TYPE_CHECKING:
+    from dplab.launcher.run import Run
+
+TICK_SECONDS = 0.25
+
+
+def add(verbs: Verbs) -> None:
+    """Declares the verb."""
+    parser = verb(verbs, "train", train, about="train a small model on real text and report what it cost",
+                  example="dplab train --strategy zero2 --world-size 2 --steps 20 --json")
+    parser.add_argument("--strategy", default="ddp", help="such as zero2 or zero3+accum4 (default: ddp)")
+    parser.add_argument("--steps", type=whole_number, default=100, help="optimizer steps (default: 100)")
+    workload_arguments(parser)
+    parser.add_argument("--label", help="a name for the run, shown by dplab runs")
+
+
+def workload_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments that `train` and `compare` share."""
+    parser.add_argument("--world-size", type=whole_number, default=2, metavar="N", help="ranks (default: 2)")
+    about = "; ".join(f"{name}: {entry.about}" for name, entry in CATALOG.items())
+    parser.add_argument("--model", default="tiny-gpt", help=f"{about} (default: tiny-gpt)")
+    parser.add_argument("--data", metavar="PATH", help="a file or a folder of text (default: the standard library's "
+                        "own source; image models: digits)")
+    parser.add_argument("--batch-size", type=whole_number, default=8, metavar="B",
+                        help="samples a rank and micro-batch (default: 8)")
+    parser.add_argument("--lr", type=positive, default=1e-3, help="learning rate (default: 1e-3)")
+    parser.add_argument("--optimizer", default="adamw", help=f"{', '.join(OPTIMIZERS)} (default: adamw)")
+    parser.add_argument("--seed", type=int, default=0, help="of weights and order of samples (default: 0)")
+    parser.add_argument("--backend", help="gloo or nccl (default: what the machine has)")
+
+
+def checked_workload(args: argparse.Namespace) -> dict[str, Any]:
+    """Keyword arguments of the program; UsageError before anything starts where they are wrong."""
+    from dplab.workloads import corpora
+
+    entry = workload(args.model)
+    optimizer_class(args.optimizer)
+    if args.data is not None and entry.data == "text":
+        corpora.load(args.data)
+    return {"model": args.model, "data": args.data, "batch_size": args.batch_size, "lr": args.lr, "seed": args.seed,
+            "optimizer": args.optimizer}
+
+
+def train(args: argparse.Namespace) -> Answer:
+    """Launches, shows progress, reports."""
+    strategy = Strategy.parse(args.strategy)
+    strategy.require_implemented()
+    kwargs = {**checked_workload(args), "steps": args.steps}
+
+    from dplab.launcher.launch import launch
+
+    run = launch("dplab.workloads.train:train", world_size=args.world_size, strategy=args.strategy,
+                 backend=args.backend, kwargs=kwargs, detach=False, label=args.label)
+    print(f"run {run.path}", file=sys.stderr)
+    results, summary = watch(run, args.steps)
+    data = {"strategy": args.strategy, "world_size": args.world_size, "backend": results[0]["backend"],
+            "steps": results[0]["steps"], **mean_losses(results), **figures(summary),
+            "memory": results[0]["memory"], "wire": results[0]["wire"], "run_dir": str(run.path)}
+    return Answer(data, _text(data))
+
+
+def watch(run: Run, steps: int) -> tuple[list[dict[str, Any]], Summary]:
+    """Prints progress until the run ends; results of the ranks and the figures. Ctrl-C ends the run first."""
+    reader, summary = run.reader(), Summary()
+    line = ProgressLine()
+    try:
+        while True:
+            try:
+                results = run.wait(timeout=TICK_SECONDS)
+                break
+            except TimeoutError:
+                summary.feed(reader.poll())
+                line.show(progress(summary, steps))
+    except KeyboardInterrupt:
+        line.end()
+        print("stopping the run ...", file=sys.stderr)
+        run.stop()
+        raise
+    except RankFailed as error:
+        line.end()
+        raise usage_error_of(error) or error from None
+    summary.feed(reader.poll())
+    line.show(progress(summary, steps))
+    line.end()
+    if None in results:
+        raise RunError(f"run {run.id} was stopped after {summary.steps} of {steps} steps; "
+                       f"what it recorded is in {run.path}")
+    return results, summary
+
+
+def usage_error_of(error: RankFailed) -> UsageError | None:
+    """The sentence that a rank refused its input with, where that is why it failed."""
+    last = error.traceback.strip().rsplit("\n", 1)[-1]
+    name, _, sentence = last.partition(": ")
+    return UsageError(sentence) if name.rsplit(".", 1)[-1] == "UsageError" and sentence else None
+
+
+def mean_losses(results: list[dict[str, Any]]) -> dict[str, float]:
+    """First and last loss, the mean over ranks."""
+    return {name: statistics.fmean(result[name] for result in results) for name in ("loss_first", "loss_last")}
+
+
+class ProgressLine:
+    """One line on standard error: rewritten in a terminal, in a log one line now and then."""
+
+    _LOG_EVERY = 20
+
+    def __init__(self) -> None:
+        self._live = sys.stderr.isatty()
+        self._shown = ""
+        self._calls = 0
+
+    def show(self, text: str) -> None:
+        """Replaces the line."""
+        if self._live:
+            print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+        elif text != self._shown and self._calls % self._LOG_EVERY == 0:
+            print(text, file=sys.stderr, flush=True)
+        self._calls += 1
+        self._shown = text
+
+    def end(self) -> None:
+        """Leaves the last line standing."""
+        if self._live or (self._calls - 1) % self._LOG_EVERY:
+            print("" if self._live else self._shown, file=sys.stderr, flush=True)
+        self._calls = 0
+
+
+def _text(data: dict[str, Any]) -> str:
+    rows = [("strategy", f"{data['strategy']} on {data['world_size']} ranks over {data['backend']}"),
+            ("loss", f"{data['loss_first']:.4f} -> {data['loss_last']:.4f} in {data['steps']} steps")]
+    if data["step_ms_median"] is not None:
+        rows.append(("step", f"{data['step_ms_median']:.1f} ms, of which {data['sync_ms_median']:.1f} ms exposed "
+                             f"synchronisation (medians)"))
+    if data["tokens_per_s"] is not None:
+        rows.append(("throughput", f"{data['tokens_per_s']:,.0f} tokens/s, all ranks"))
+    rows.append(("memory", ", ".join(f"{name} {size / 1e6:.1f}" for name, size in data["memory"].items() if size)
+                 + " MB on rank 0"))
+    if data["peak_bytes"]:
+        rows.append(("process", ", ".join(f"{size / 1e6:,.0f}" for size in data["peak_bytes"])
+                     + " MB private at the peak, by rank"))
+    rows += [("wire", f"{name}: {row['count']} times, {row['bytes'] / 1e6:,.1f} MB sent by rank 0")
+             for name, row in data["wire"].items()]
+    rows.append(("run", data["run_dir"]))
+    return "\n".join(f"{name:12}{value}" for name, value in rows)

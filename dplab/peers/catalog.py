@@ -1,0 +1,50 @@
+"""The systems by name, without torch: which module starts one, and why it may not be possible here."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from dataclasses import dataclass
+
+from dplab.errors import UsageError
+from dplab.specs import SHARDINGS, Strategy
+
+PEERS = {"torch:ddp": "torch_ddp", "torch:zero1": "torch_zero1", "torch:fsdp2": "torch_fsdp2"}
+TURNS, ANSWERS = "turns", "answers"
+"""Named pipes of a kept world in each rank's directory: steps to make (a number a line; 0 ends), and what a turn
+gave (one JSON object a line)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class System:
+    """`module` below dplab.peers, `strategy` what its `start` gets, `needs` a distribution to install."""
+
+    name: str
+    module: str
+    strategy: str = ""
+    needs: str | None = None
+
+    def missing(self) -> str | None:
+        """Why it cannot run here, or None."""
+        if self.needs is None or importlib.util.find_spec(self.needs) is not None:
+            return None
+        return f"{self.needs} is not installed; pip install 'dplab[peers]'"
+
+
+def system(name: str) -> System:
+    """By the name that `dplab compare` takes; UsageError for one that is not known or not implemented."""
+    if name == "single":
+        return System(name=name, module="single")
+    if name in PEERS:
+        return System(name=name, module=PEERS[name])
+    if re.fullmatch(r"deepspeed:[123]", name):
+        return System(name=name, module="deepspeed", strategy=name[-1], needs="deepspeed")
+    if name.split("+")[0] not in SHARDINGS:
+        raise UsageError(f"system {name!r} is not known; use single, {', '.join(SHARDINGS)} (or a longer strategy such "
+                         f"as zero2+accum4), {', '.join(PEERS)}, or deepspeed:1, :2, :3")
+    strategy = Strategy.parse(name)
+    strategy.require_implemented()
+    if strategy.accumulate > 1:
+        raise UsageError(f"system {name!r} cannot be compared: a step of it is {strategy.accumulate} micro-batches, "
+                         f"of the others one; leave accum{strategy.accumulate} out")
+    return System(name=name, module="ours", strategy=name)

@@ -1,0 +1,19 @@
+"""torch's default process group, which other engines need also where they are alone."""
+
+from __future__ import annotations
+
+import os
+
+import torch.distributed as dist
+
+from dplab.wire.world import World
+
+
+def join(world: World) -> None:
+    """Makes the default group where `dplab.init` had no need of one: in a world of one."""
+    if dist.is_initialized():
+        return
+    backend = "nccl" if world.device.type == "cuda" else "gloo"
+    rendezvous = os.environ.get("DPLAB_RENDEZVOUS")
+    store = None if rendezvous else dist.HashStore()
+    dist.init_process_group(backend, init_method=rendezvous, store=store, rank=world.rank, world_size=world.size)

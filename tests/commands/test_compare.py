@@ -1,0 +1,36 @@
+"""The statistics and the table of `compare`, against answers that are known."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from dplab.commands.compare import paired_ratio
+
+
+def test_a_systems_ratio_to_itself_is_one():
+    times = [random.Random(0).uniform(50, 150) for _ in range(10)]
+    assert paired_ratio(times, times) == {"median": 1, "low": 1, "high": 1}
+
+
+def test_pairing_takes_out_a_drifting_machine():
+    drift = [50 + 20 * index for index in range(12)]
+    noise = random.Random(1)
+    ratio = paired_ratio([1.3 * base * noise.uniform(0.98, 1.02) for base in drift], [float(base) for base in drift])
+    assert ratio["low"] <= ratio["median"] <= ratio["high"]
+    assert ratio["low"] < 1.3 < ratio["high"] < 1.35
+    assert ratio["low"] > 1.25
+
+
+def test_the_interval_covers_the_truth_about_as_often_as_it_says():
+    noise, hits, trials = random.Random(2), 0, 200
+    for _ in range(trials):
+        base = [noise.gauss(100, 3) for _ in range(15)]
+        ratio = paired_ratio([1.1 * noise.gauss(100, 3) for _ in base], base, draws=400)
+        hits += ratio["low"] <= 1.1 <= ratio["high"]
+    assert 0.88 <= hits / trials <= 1.0
+
+
+def test_one_block_has_an_interval_of_one_point():
+    assert paired_ratio([120.0], [100.0]) == pytest.approx({"median": 1.2, "low": 1.2, "high": 1.2})
