@@ -78,13 +78,12 @@ class _Lanes:
         """Lane number for the next event, by start time: the first where it nests into what is open there."""
         kind = LANES.get(event.kind, "other")
         lanes = self._busy[event.rank, kind]
-        for index, ends in enumerate(lanes):
+        for ends in lanes:
             while ends and ends[-1] <= event.t0:
                 ends.pop()
-            if not ends or (event.t1 <= ends[-1] and kind != "collectives"):
-                break
-        else:
-            index = len(lanes)
+        index = next((index for index, ends in enumerate(lanes)
+                      if not ends or (event.t1 <= ends[-1] and kind != "collectives")), len(lanes))
+        if index == len(lanes):
             lanes.append([])
         lanes[index].append(event.t1)
         number = _ORDER.index(kind) * _COUNTED + index

@@ -1,0 +1,160 @@
+"""What the ranks of these tests run. They go by name: the module is imported afresh in each rank."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+
+def place() -> tuple[int, int]:
+    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+
+def here() -> Path:
+    return Path(os.environ["DPLAB_RUN_DIR"], f"rank-{os.environ['RANK']}")
+
+
+def join() -> tuple[int, int]:
+    import torch.distributed as dist
+
+    rank, size = place()
+    dist.init_process_group("gloo", init_method=os.environ["DPLAB_RENDEZVOUS"], rank=rank, world_size=size)
+    return rank, size
+
+
+def total(*, value: int = 1) -> int:
+    """Sum of `value` over the ranks."""
+    import torch
+    import torch.distributed as dist
+
+    join()
+    tensor = torch.tensor([value])
+    dist.all_reduce(tensor)
+    return int(tensor)
+
+
+def reduce_for_ever(*, ignore_interrupts: bool = False) -> None:
+    """Collectives without end; `ready` appears in the rank's directory after the first."""
+    import torch
+    import torch.distributed as dist
+
+    if ignore_interrupts:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    join()
+    tensor = torch.ones(1000)
+    while True:
+        dist.all_reduce(tensor)
+        (here() / "ready").touch()
+
+
+def train_until_stopped() -> str:
+    """What a program on the engine does: ends by RunStopped, at the same step on all ranks."""
+    import torch
+    import torch.distributed as dist
+
+    from dplab.errors import RunStopped
+    from dplab.telemetry import recorder
+
+    join()
+    events = recorder.current()
+    while True:
+        start = recorder.now()
+        wish = torch.tensor([int(events.stop_requested())])
+        dist.all_reduce(wish)
+        events.span("step", "train", start, recorder.now())
+        events.gauge("loss", value=1.0 / (events.step + 1))
+        events.step += 1
+        (here() / "ready").touch()
+        if int(wish):
+            raise RunStopped(f"asked to stop in step {events.step}")
+
+
+def wait_for(path: str) -> int:
+    """Returns once a file is there."""
+    (here() / "ready").touch()
+    while not Path(path).exists():
+        time.sleep(0.01)
+    return place()[0]
+
+
+def fail(how: str, on: int) -> int:
+    """Rank `on` fails in the given way while the others are in a collective."""
+    import torch
+    import torch.distributed as dist
+
+    rank, _ = place()
+    if how == "before init" and rank == on:
+        raise ValueError("no group today")
+    join()
+    for step in range(3):
+        if rank == on and step == 2:
+            {"ValueError": raise_value, "exit": lambda: sys.exit(3), "os._exit": lambda: os._exit(0),
+             "SIGKILL": lambda: os.kill(os.getpid(), signal.SIGKILL),
+             "SIGSEGV": lambda: os.kill(os.getpid(), signal.SIGSEGV),
+             "unpicklable": raise_unpicklable}[how]()
+        dist.all_reduce(torch.ones(10))
+    return rank
+
+
+def raise_value() -> None:
+    from dplab.telemetry import recorder
+
+    recorder.current().step = 2
+    raise ValueError("boom in the third step")
+
+
+def raise_unpicklable() -> None:
+    class Local(Exception):
+        def __init__(self) -> None:
+            super().__init__("I hold a lock")
+            import threading
+
+            self.lock = threading.Lock()
+
+    raise Local
+
+
+def facts() -> dict[str, Any]:
+    """Surroundings of the rank."""
+    import random
+
+    import torch
+
+    return {"environ": dict(os.environ), "cwd": os.getcwd(), "argv": sys.argv, "threads": torch.get_num_threads(),
+            "torch": torch.rand(1).item(), "random": random.random(), "path": sys.path,
+            "descriptors": sorted(int(name) for name in os.listdir("/proc/self/fd")),
+            "stdin": sys.stdin.read(), "main": sorted(vars(sys.modules["__main__"]))}
+
+
+def leave_children() -> int:
+    """Returns while a child of its own, in a session of its own, would sleep on."""
+    import subprocess
+
+    return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True).pid
+
+
+def speak() -> None:
+    print("to the output")
+    print("to the errors", file=sys.stderr)
+    os.write(1, b"from below\n")
+
+
+def too_much() -> Any:
+    import threading
+
+    return {"good": 1, "bad": threading.Lock()}
+
+
+def record_megabytes() -> None:
+    """Fills a small disk with events."""
+    from dplab.telemetry import recorder
+
+    events = recorder.current()
+    for _ in range(200):
+        for _ in range(200):
+            events.gauge("filler", text="x" * 1000)
+        events.flush()

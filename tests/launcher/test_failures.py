@@ -1,0 +1,112 @@
+"""One rank fails, the others wait in a collective: the first cause arrives, and nothing is left."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import rank_programs
+
+import dplab
+from dplab.errors import RankFailed, RunError
+
+
+def failure(function: object, *, world_size: int = 3, **kwargs: object) -> RankFailed:
+    run = dplab.launch(function, world_size=world_size, kwargs=kwargs, detach=False)
+    with pytest.raises(RankFailed) as caught:
+        run.wait(60)
+    assert run.state == "failed"
+    assert not list(run.path.glob("rank-*/.*"))
+    assert not (run.path / "call.pkl").exists()
+    return caught.value
+
+
+@pytest.mark.parametrize(("how", "head"), [
+    ("ValueError", "rank 1 of 3 failed in step 2: ValueError: boom in the third step"),
+    ("exit", "rank 1 of 3 failed in step 0: SystemExit: sys.exit(3)"),
+    ("unpicklable", "rank 1 of 3 failed in step 0: rank_programs.raise_unpicklable.<locals>.Local: I hold a lock"),
+    ("before init", "rank 1 of 3 failed in step 0: ValueError: no group today"),
+    ("SIGKILL", "rank 1 of 3 was killed by SIGKILL (by somebody, or by the system when memory ran out), last seen "
+                "at step 0, running"),
+    ("SIGSEGV", "rank 1 of 3 was ended by SIGSEGV, last seen at step 0, running"),
+    ("os._exit", "rank 1 of 3 ended with exit status 0 before its function returned, last seen at step 0, running"),
+])
+def test_first_cause_comes_first(how: str, head: str) -> None:
+    error = failure(rank_programs.fail, how=how, on=1)
+    message = str(error)
+    assert message.startswith(head + "\n\n")
+    assert error.rank == 1
+    assert error.collateral == (0, 2)
+    assert message.index(head) < message.index("Ended because of it:\n  rank 0: ")
+    assert "\n  rank 2: " in message
+
+
+def test_traceback_is_the_rank_s_own() -> None:
+    error = failure(rank_programs.fail, how="ValueError", on=2)
+    assert error.traceback.startswith("Traceback (most recent call last):\n  File \"" + rank_programs.__file__)
+    assert 'raise ValueError("boom in the third step")' in error.traceback
+    assert "dplab/launcher" not in error.traceback
+
+
+def test_first_of_two_causes_is_the_earlier() -> None:
+    def both() -> None:
+        rank_programs.join()
+        rank, _ = rank_programs.place()
+        if rank == 1:
+            (rank_programs.here() / "ready").touch()
+            raise KeyError("first")
+        rank_programs.wait_for(f"{os.environ['DPLAB_RUN_DIR']}/rank-1/error.json")
+        raise KeyError("second")
+
+    assert failure(both, world_size=2).rank == 1
+
+
+def test_exception_while_the_function_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "breaks_at_import.py").write_text("raise OSError('no data here')\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    error = failure("breaks_at_import:train", world_size=2)
+    assert str(error).startswith("rank 0 of 2 failed in step 0: OSError: no data here") or str(error).startswith(
+        "rank 1 of 2 failed in step 0: OSError: no data here")
+    assert "breaks_at_import.py" in error.traceback
+
+
+def test_module_without_the_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "has_no_train.py").write_text("")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert "AttributeError: module 'has_no_train' has no attribute 'train'" in str(
+        failure("has_no_train:train", world_size=1))
+
+
+def test_result_that_cannot_travel_back() -> None:
+    message = str(failure(rank_programs.too_much, world_size=1))
+    assert ("rank 0 returned something that cannot travel back: the returned value['bad'] (a _thread.lock) cannot be "
+            "pickled") in message
+    assert "return plain values, tensors or state dicts" in message
+
+
+def test_failure_in_one_line() -> None:
+    run = dplab.launch(rank_programs.fail, world_size=2, kwargs={"how": "ValueError", "on": 0}, detach=False)
+    with pytest.raises(RankFailed):
+        run.wait(60)
+    assert run.failure == "rank 0 of 2 failed in step 2: ValueError: boom in the third step"
+    assert run.failure in repr(run)
+    again = dplab.attach(run.path)
+    with pytest.raises(RankFailed, match="boom in the third step"):
+        again.wait()
+
+
+def test_sys_exit_zero_is_a_return() -> None:
+    assert dplab.launch(exit, world_size=1, args=(0,), detach=False).wait(60) == [None]
+
+
+def test_a_run_that_never_started() -> None:
+    run = dplab.launch(rank_programs.total, world_size=1, detach=False)
+    run.wait(60)
+    for name in ("exit.json", "pids.json"):
+        (run.path / name).unlink()
+    (run.path / "starter.json").write_text("[1, 0.0, \"another boot\"]")
+    (run.path / "run.json").write_text(json.dumps({**json.loads((run.path / "run.json").read_text()), "created": 0}))
+    with pytest.raises(RunError, match=r"the process that was to start it \(process 1\) ended before the run began"):
+        run.wait()
