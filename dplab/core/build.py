@@ -1,0 +1,108 @@
+"""From a model and a strategy to buckets: what is checked, equalised and laid out when a model is wrapped.
+
+One bucket after the other: its parameters are made equal to rank 0's, moved into the flat buffer and, for
+ZeRO-3, cut at once, so that the peak of wrapping is the model plus one bucket.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from dplab.core.bucket import Bucket
+from dplab.core.grads import BufferPool
+from dplab.core.units import Unit
+from dplab.errors import UsageError
+from dplab.layout import bucket_cap, bucket_plan
+from dplab.specs import Placement, Strategy
+from dplab.wire.world import Mesh
+
+Named = list[tuple[str, nn.Parameter]]
+
+FLOATS = (torch.float32, torch.float64)
+
+
+def check_model(model: nn.Module, mesh: Mesh) -> None:
+    """Refuses what cannot be trained here, by name; and ranks that do not hold the same model."""
+    named = list(model.named_parameters())
+    if not any(parameter.requires_grad and parameter.numel() for _, parameter in named):
+        raise UsageError(f"model {type(model).__name__} has no trainable parameter; set requires_grad on what is to "
+                         f"be trained")
+    for name, parameter in named:
+        if parameter.requires_grad and parameter.dtype not in FLOATS:
+            raise UsageError(f"parameter {name!r} is {str(parameter.dtype).removeprefix('torch.')}; trainable "
+                             f"parameters are float32 or float64 under precision 'fp32': call model.float() first")
+        if parameter.layout is not torch.strided:
+            raise UsageError(f"parameter {name!r} is {parameter.layout}; only dense parameters can be laid out")
+    described = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in named]
+    digest = hashlib.sha256(repr(described).encode()).digest()
+    if len(set(mesh.world.gather_objects(digest))) > 1:
+        _name_difference(mesh.world.gather_objects(described))
+
+
+def _name_difference(every: list[list[tuple[object, ...]]]) -> None:
+    for rank, described in enumerate(every[1:], start=1):
+        for mine, theirs in zip(every[0], described, strict=False):
+            if mine != theirs:
+                raise UsageError(f"the ranks hold different models: rank 0 has parameter {mine}, rank {rank} has "
+                                 f"{theirs} in its place; build the same model on every rank")
+        if len(described) != len(every[0]):
+            raise UsageError(f"the ranks hold different models: rank 0 has {len(every[0])} parameters, rank {rank} "
+                             f"has {len(described)}; build the same model on every rank")
+
+
+def make_equal(model: nn.Module, mesh: Mesh) -> None:
+    """Buffers of every rank become rank 0's. (Parameters follow bucket by bucket.)"""
+    for buffer in model.buffers():
+        broadcast(buffer.detach(), mesh)
+
+
+def broadcast(tensor: torch.Tensor, mesh: Mesh) -> None:
+    """Rank 0's values into `tensor` on every rank, whatever its dtype and strides."""
+    if not tensor.numel():
+        return
+    plain = tensor.contiguous()
+    mesh.world.broadcast(plain.view(-1).view(torch.uint8)).wait()
+    tensor.copy_(plain)
+
+
+def build_buckets(units: Sequence[Unit], strategy: Strategy, mesh: Mesh) -> tuple[list[Bucket], list[BufferPool]]:
+    """All buckets in launch order, with their roles; and the pools that sharded gradients fill from.
+
+    Sharded parameters are bucketed by unit, the rest by size. Either way the last registered come first,
+    since backward meets them first.
+    """
+    if strategy.sharding.params is Placement.SHARDED:
+        pieces = [piece for unit in reversed(units) for piece in _alike(unit.parameters[::-1])]
+    else:
+        named = [each for unit in units for each in unit.parameters]
+        pieces = [piece for alike in _alike(named) for piece in _by_size(alike, strategy.bucket_mb)]
+    buckets = [Bucket(index, piece, mesh) for index, piece in enumerate(pieces)]
+    pools: dict[tuple[torch.dtype, torch.device], BufferPool] = {}
+    if strategy.sharding.grads is Placement.SHARDED:
+        for key in {(bucket.dtype, bucket.device) for bucket in buckets if bucket.trainable}:
+            longest = max(b.layout.numel for b in buckets if b.trainable and (b.dtype, b.device) == key)
+            pools[key] = BufferPool(longest, *key)
+    for bucket in buckets:
+        for parameter in bucket.parameters:
+            broadcast(parameter.detach(), mesh)
+        bucket.take_roles(strategy.sharding, pools.get((bucket.dtype, bucket.device)))
+    return buckets, list(pools.values())
+
+
+def _alike(named: Named) -> list[Named]:
+    """Grouped by dtype, device and trainability, which a flat buffer cannot mix."""
+    groups: dict[tuple[torch.dtype, torch.device, bool], Named] = defaultdict(list)
+    for name, parameter in named:
+        groups[parameter.dtype, parameter.device, parameter.requires_grad].append((name, parameter))
+    return list(groups.values())
+
+
+def _by_size(named: Named, bucket_mb: float | None) -> list[Named]:
+    nbytes = [parameter.numel() * parameter.element_size() for _, parameter in named]
+    plan = bucket_plan(nbytes, bucket_cap(sum(nbytes), bucket_mb))
+    return [[named[index] for index in bucket] for bucket in plan]

@@ -1,0 +1,78 @@
+"""The one control message of a window: what every rank must know before any of them moves a weight.
+
+A uint8 vector reduced with MAX over the world, so that one "yes" is enough: flags, one byte a slot for
+"a gradient came here", and the checksum of all collectives issued so far, as itself and as its complement
+(both maxima fit together only if all ranks have the same one).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from dplab.core.bucket import Bucket
+from dplab.errors import StateError, WireError
+from dplab.wire.collectives import Collectives, Pending
+
+
+@dataclass(frozen=True)
+class Told:
+    """What all ranks together said. `backwards` is 0 where no rank had one."""
+
+    stop: bool
+    weighted: bool
+    backwards: int
+
+
+@dataclass
+class Control:
+    """A message on its way. Sent after the last reduction is issued, read after all are waited for."""
+
+    message: torch.Tensor
+    pending: Pending
+    buckets: Sequence[Bucket]
+    world: Collectives
+    backwards: int
+
+    FLAGS = ("stop", "weighted", "unweighted")
+
+    @classmethod
+    def send(cls, world: Collectives, buckets: Sequence[Bucket], flags: dict[str, bool], backwards: int) -> Control:
+        # a rank without a backward has no say in how many there were
+        count = _twice(backwards.to_bytes(4, "little")) if backwards else [0] * 8
+        touched = [touched for bucket in buckets for touched in bucket.touched]
+        values = [*(flags[name] for name in cls.FLAGS), *_twice(world.counters.digest.to_bytes(4, "little")), *count,
+                  *touched]
+        message = torch.tensor(values, dtype=torch.uint8).to(buckets[0].device)
+        return cls(message, world.all_reduce(message, op="max", purpose="control"), buckets, world, backwards)
+
+    def read(self) -> Told:
+        """What all ranks said; marks in every bucket the slots that moved somewhere."""
+        self.pending.wait()
+        values = iter(self.message.tolist())
+        stop, weighted, unweighted = (bool(next(values)) for _ in self.FLAGS)
+        digest, count = [next(values) for _ in range(8)], [next(values) for _ in range(8)]
+        if not _agreed(digest):
+            raise WireError(f"rank {self.world.rank} and another rank issued different collectives since the start; "
+                            f"every rank must run the same units and windows in the same order")
+        if weighted and unweighted:
+            raise StateError("engine.backward() was called with a weight and without one in the same window; "
+                             "give every micro-batch on every rank a weight, or none")
+        if any(count) and not weighted and not _agreed(count):
+            raise StateError(f"rank {self.world.rank} ran {self.backwards} backwards in this window and another rank "
+                             f"a different number; run as many on every rank, or give each its weight with "
+                             f"engine.backward(loss_sum, weight=...)")
+        for bucket in self.buckets:
+            bucket.moved = [bool(next(values)) for _ in bucket.parameters]
+        return Told(stop, weighted, int.from_bytes(bytes(count[:4]), "little"))
+
+
+def _twice(data: bytes) -> list[int]:
+    return [*data, *(255 - byte for byte in data)]
+
+
+def _agreed(maxima: list[int]) -> bool:
+    half = len(maxima) // 2
+    return all(byte + other == 255 for byte, other in zip(maxima[:half], maxima[half:], strict=True))

@@ -1,0 +1,190 @@
+"""Gathering and freeing ZeRO-3 units, and knowing which comes next.
+
+A unit is gathered when one of its modules is entered and freed when the outermost of them is left, unless
+a backward is under way or it is the root. In backward a unit is gathered when autograd first asks for a
+weight it saved, and freed when all its gradients have come.
+
+The order in which units were needed is remembered; from the second time on the next one is gathered ahead,
+in forward and backward alike. One ahead plus the one in use: never more than two gathers in flight.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from dplab.core import saved
+from dplab.core.bucket import Bucket
+from dplab.core.params import Sharded
+from dplab.core.units import Unit
+from dplab.errors import StateError
+from dplab.telemetry.recorder import Recorder, now
+
+
+class UnitState(enum.Enum):
+    """What of a unit is resident."""
+
+    SHARDED = "the owned shard only"
+    GATHERING = "the full storage, values on their way"
+    UNSHARDED = "the full values"
+
+
+class GatheredUnit:
+    """A unit with its buckets and its state. `depth`: how many of its modules are being executed."""
+
+    def __init__(self, unit: Unit, buckets: Sequence[Bucket], recorder: Recorder) -> None:
+        self.unit, self.buckets, self.recorder = unit, buckets, recorder
+        self.name = unit.name or type(unit.module).__name__
+        self.state = UnitState.SHARDED
+        self.depth = 0
+        self._issued = 0
+
+    def issue(self) -> None:
+        """SHARDED -> GATHERING."""
+        if self.state is UnitState.SHARDED:
+            self._issued = now()
+            for bucket in self.buckets:
+                bucket.params.unshard(bucket.index)
+            self.state = UnitState.GATHERING
+
+    def complete(self) -> None:
+        """GATHERING -> UNSHARDED."""
+        if self.state is UnitState.GATHERING:
+            for bucket in self.buckets:
+                bucket.params.unshard(bucket.index).wait()
+            self.state = UnitState.UNSHARDED
+            self.recorder.span("unshard", self.name, self._issued, now(), bytes=self._bytes())
+
+    def reshard(self) -> None:
+        """-> SHARDED."""
+        if self.state is not UnitState.SHARDED:
+            start, nbytes = now(), self._bytes()
+            for bucket in self.buckets:
+                bucket.params.reshard()
+            self.state = UnitState.SHARDED
+            self.recorder.span("reshard", self.name, start, now(), bytes=nbytes)
+
+    def _bytes(self) -> int:
+        return sum(bucket.params.gathered_bytes for bucket in self.buckets)
+
+
+class Gathers:
+    """All units of an engine. `need(unit)` is the only way to its values."""
+
+    def __init__(self, units: Sequence[GatheredUnit], *, prefetch: bool, reshard: bool) -> None:
+        self.units, self.prefetch, self.reshards = units, prefetch, reshard
+        self._trace: list[GatheredUnit] = []
+        self._seen: list[GatheredUnit] = []
+        self._of_bucket = {bucket: unit for unit in units for bucket in unit.buckets}
+        self._by_address: dict[int, tuple[GatheredUnit, Sharded]] = {}
+
+    def need(self, unit: GatheredUnit) -> None:
+        """Returns once the unit's values can be read."""
+        if unit.state is UnitState.UNSHARDED:
+            return
+        self._issue(unit)
+        if torch.is_grad_enabled() or in_backward():
+            self._seen.append(unit)
+            place = len(self._seen)
+            ahead = self._trace[place] if self._trace[:place] == self._seen and place < len(self._trace) else None
+            if self.prefetch and ahead is not None and ahead is not unit:
+                self._issue(ahead)
+        unit.complete()
+
+    def left(self, unit: GatheredUnit) -> None:
+        """The outermost module of the unit has returned."""
+        keeps = unit.unit.is_root or not self.reshards
+        if not in_backward() and not (keeps and torch.is_grad_enabled()):
+            unit.reshard()
+
+    def gradients_came(self, bucket: Bucket) -> None:
+        """All gradients of the bucket have come; its unit's values have served if its others' have too."""
+        unit = self._of_bucket[bucket]
+        if not any(other.missing for other in unit.buckets):
+            unit.reshard()
+
+    def backward_ended(self) -> None:
+        """Frees what is left, and remembers the order for the next time."""
+        for unit in self.units:
+            unit.reshard()
+        if self._seen:
+            self._trace, self._seen = self._seen, []
+
+    def holder(self, tensor: torch.Tensor) -> tuple[GatheredUnit, Sharded] | None:
+        """The unit and role whose gathered storage `tensor` is a view of, if any."""
+        address = tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
+        held = self._by_address.get(address) if address else None
+        # an address may have been freed since and given to somebody else's tensor
+        return held if held is not None and held[1].storage_key == address else None
+
+    def _issue(self, unit: GatheredUnit) -> None:
+        unit.issue()
+        for bucket in unit.buckets:
+            assert isinstance(bucket.params, Sharded)
+            self._by_address[bucket.params.storage_key] = (unit, bucket.params)
+
+
+def in_backward() -> bool:
+    """True while autograd runs a graph in this thread (a recomputed forward included)."""
+    return torch._C._current_graph_task_id() != -1
+
+
+class UnitHooks:
+    """Module hooks that gather a unit before any of its modules runs and let go of it afterwards.
+
+    While one runs, weights that autograd saves are kept as references into the unit, not as tensors: they
+    find the values again, gathered anew, when backward asks. Everything else is passed to the saved-tensor
+    hooks around it (activation checkpointing, offloading), which would otherwise not see it.
+    """
+
+    def __init__(self, gathers: Gathers) -> None:
+        self.gathers = gathers
+        self._contexts: list[Any] = []
+        self.handles: list[Any] = []
+        for unit in gathers.units:
+            members = {id(parameter) for _, parameter in unit.unit.parameters}
+            for module in unit.unit.module.modules():
+                direct = any(id(p) in members for p in module.parameters(recurse=False))
+                if direct or module is unit.unit.module:
+                    self._hook(module, unit)
+
+    def _hook(self, module: nn.Module, unit: GatheredUnit) -> None:
+        def enter(_module: nn.Module, _args: Any) -> None:
+            self.gathers.need(unit)
+            unit.depth += 1
+            if unit.depth == 1:
+                context = saved.hooks(self._take)
+                context.__enter__()
+                self._contexts.append(context)
+
+        def leave(_module: nn.Module, _args: Any, _output: Any) -> None:
+            unit.depth -= 1
+            if unit.depth == 0:
+                self._contexts.pop().__exit__()
+                self.gathers.left(unit)
+
+        self.handles.append(module.register_forward_pre_hook(enter))
+        self.handles.append(module.register_forward_hook(leave, always_call=True))
+
+    def _take(self, tensor: torch.Tensor) -> SavedWeight | None:
+        held = self.gathers.holder(tensor)
+        return None if held is None else SavedWeight(self.gathers, *held, tensor)
+
+
+class SavedWeight(saved.Taken):
+    """A view of a gathered unit that autograd wants back: where it lay, and which version it was."""
+
+    def __init__(self, gathers: Gathers, unit: GatheredUnit, role: Sharded, view: torch.Tensor) -> None:
+        self.gathers, self.unit, self.role, self.published = gathers, unit, role, role.published
+        self.shape, self.stride, self.offset = tuple(view.shape), view.stride(), view.storage_offset()
+
+    def read(self) -> torch.Tensor:
+        if self.role.published != self.published:
+            raise StateError(f"backward through a forward that ran before the last engine.step(): the weights of "
+                             f"{self.unit.name!r} have moved since; run the forward again")
+        self.gathers.need(self.unit)
+        return self.role.full.as_strided(self.shape, self.stride, self.offset)

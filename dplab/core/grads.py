@@ -1,0 +1,168 @@
+"""Gradients of a bucket, in one of two roles: `Whole` (DDP, ZeRO-1) or `Sharded` (ZeRO-2, ZeRO-3).
+
+Both hold unreduced gradients in a full buffer while a bucket fills, reduce it over the mesh, and keep the
+rank's owned part. `Whole` has its full buffer for good and reduces in place. `Sharded` borrows it from a
+pool and keeps only the owned shard. Reduced and unreduced values never share memory that is added to.
+
+The life of a buffer: `open()` -> slots are copied in -> `reduce()` -> waited -> `fold(last)`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from dplab.layout import FlatLayout
+from dplab.wire.collectives import Collectives, Pending
+
+Finished = Callable[[], None]
+
+
+class BufferPool:
+    """Full-length buffers that buckets fill in turn: two rotate, more exist only while more buckets are open.
+
+    `make_room` is called when both are taken: it ends the oldest reduction under way, if there is one.
+    """
+
+    ROTATING = 2
+
+    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._numel, self._dtype, self._device = numel, dtype, device
+        self._free: list[torch.Tensor] = []
+        self._out = 0
+        self.make_room: Callable[[], bool] = lambda: False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers that exist now, taken or not."""
+        return (self._out + len(self._free)) * self._numel * self._dtype.itemsize
+
+    def take(self) -> torch.Tensor:
+        """A buffer as long as the longest bucket, holding anything."""
+        while not self._free and self._out >= self.ROTATING and self.make_room():
+            pass
+        buffer = self._free.pop() if self._free else torch.empty(self._numel, dtype=self._dtype, device=self._device)
+        self._out += 1
+        return buffer
+
+    def give_back(self, buffer: torch.Tensor) -> None:
+        self._out -= 1
+        if self._out + len(self._free) < self.ROTATING:
+            self._free.append(buffer)
+
+
+class _Role:
+    """What both roles share: the buffer that fills, its slots' views, its gaps, the reduction."""
+
+    def __init__(self, layout: FlatLayout, shard: Collectives, replicate: Collectives) -> None:
+        self.layout, self.shard, self.replicate = layout, shard, replicate
+        self.buffer: torch.Tensor | None = None
+        ends = [0, *(slot.stop for slot in layout.slots)]
+        starts = [*(slot.start for slot in layout.slots), layout.numel]
+        self._gaps = [(end, start) for end, start in zip(ends, starts, strict=True) if end < start]
+        self.views: list[torch.Tensor] = []
+
+    def _fill(self, buffer: torch.Tensor) -> None:
+        """Starts to fill `buffer`. Padding is zeroed, because it is summed and stepped with the rest."""
+        self.buffer = buffer
+        self.views = [buffer[slot.start:slot.stop].view(slot.shape) for slot in self.layout.slots]
+        for start, stop in self._gaps:
+            buffer[start:stop].zero_()
+
+    def reduce(self, bucket: int, filled: int) -> Pending:
+        """Issues the sum over all ranks; afterwards this rank's segment of the buffer holds its part.
+
+        Along a shard axis a reduce-scatter, along a replicate axis an all-reduce of what that left.
+        """
+        assert self.buffer is not None
+        own = self.shard.segment(self.buffer)
+        if self.replicate.size == 1:
+            return self.shard.reduce_scatter(self.buffer, bucket=bucket, filled=filled)
+        # the all-reduce needs the scattered sums, so it is issued when those are waited for
+        self.shard.reduce_scatter(self.buffer, bucket=bucket, filled=filled).wait()
+        return self.replicate.all_reduce(own, bucket=bucket, filled=filled)
+
+
+class Whole(_Role):
+    """Full gradients for good; reduced in place. `carry` keeps earlier sums of a window that reduces often."""
+
+    def __init__(self, layout: FlatLayout, shard: Collectives, replicate: Collectives, *,
+                 dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(layout, shard, replicate)
+        # full length, gradient dtype, lives as long as the engine
+        self._full = torch.zeros(layout.numel, dtype=dtype, device=device)
+        self.owned = shard.segment(self._full)
+        self._carry: torch.Tensor | None = None
+        self.shows_owned = shard.size == 1
+
+    @property
+    def held_bytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in (self._full, self._carry) if t is not None)
+
+    def open(self) -> None:
+        self._fill(self._full)
+
+    def fold(self, *, last: bool) -> None:
+        """Adds what has been reduced to what was reduced before; unless `last`, frees the buffer for more."""
+        if self._carry is not None:
+            self.owned.add_(self._carry)
+        self._carry = None if last else self.owned.clone()
+        self.buffer = None
+
+    def reopen(self, divisor: float) -> None:
+        """Takes a closed window up again: its averages become sums and make room."""
+        self._carry = self.owned * divisor
+
+    def clear(self) -> None:
+        self.buffer = self._carry = None
+
+
+class Sharded(_Role):
+    """The owned shard of the gradients; full ones only while a bucket fills and is reduced."""
+
+    shows_owned = False
+
+    def __init__(self, layout: FlatLayout, shard: Collectives, replicate: Collectives, *,
+                 pool: BufferPool, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(layout, shard, replicate)
+        self._pool = pool
+        # shard length, gradient dtype, lives as long as the engine
+        self.owned = torch.zeros(layout.shard_numel, dtype=dtype, device=device)
+        self._holds = False
+        self._lent: torch.Tensor | None = None
+
+    @property
+    def held_bytes(self) -> int:
+        return self.owned.numel() * self.owned.element_size()
+
+    def open(self) -> None:
+        self._lent = self._pool.take()
+        self._fill(self._lent[: self.layout.numel])
+
+    def fold(self, *, last: bool) -> None:
+        """Adds the reduced segment to the shard and gives the buffer back."""
+        assert self.buffer is not None
+        part = self.shard.segment(self.buffer)
+        if self._holds:
+            self.owned.add_(part)
+        else:
+            self.owned.copy_(part)
+        self._holds = True
+        self._release()
+
+    def reopen(self, divisor: float) -> None:
+        self.owned.mul_(divisor)
+
+    def clear(self) -> None:
+        self._holds = False
+        self._release()
+
+    def _release(self) -> None:
+        if self._lent is not None:
+            self._pool.give_back(self._lent)
+        self._lent = self.buffer = None
+        self.views = []
+
+
+Grads = Whole | Sharded

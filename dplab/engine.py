@@ -1,0 +1,316 @@
+"""`parallelize()` and the engine it returns: a model that trains on several ranks under one strategy.
+
+    forward -> engine.backward -> hooks -> bucket.accumulate -> the bucket fills -> reduce -> (backward goes on)
+    -> the window closes -> engine.step: clip, optimizer on the owned runs, publish -> next forward: unshard
+
+Everything hangs on module and parameter hooks, so calling the model or a part of it directly is the same.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from dplab.core import build, norm
+from dplab.core.bucket import Bucket
+from dplab.core.gathers import GatheredUnit, Gathers, UnitHooks, in_backward
+from dplab.core.ledger import Ledger
+from dplab.core.optim import OptimizerLike, OwnedOptimizer, make
+from dplab.core.params import Sharded
+from dplab.core.reduction import Reduction
+from dplab.core.units import UnitRule, find_units
+from dplab.errors import RunStopped, StateError, UsageError
+from dplab.specs import Placement, Strategy
+from dplab.telemetry import recorder
+from dplab.telemetry.recorder import now
+from dplab.wire.world import Mesh, World, init
+
+
+def parallelize(
+    model: nn.Module,
+    optimizer: OptimizerLike,
+    strategy: Strategy | str | None = None,
+    *,
+    mesh: Any = None,
+    units: UnitRule = None,
+) -> Engine:
+    """Makes `model` train on every rank of the world; collective.
+
+    `optimizer` is a function from the model's parameters to a torch.optim.Optimizer, or a fresh optimizer on
+    them. `strategy` is a `Strategy` or its one-line form; None takes the run's own, else `ddp`. `mesh` is a
+    DeviceMesh with dimensions ("replicate", "shard"), or such a pair of sizes, for hybrid sharding. `units`
+    names the module classes or paths that ZeRO-3 gathers together; None: the model's `shard_units`, else
+    the members of its ModuleLists and Sequentials.
+
+    Raises UsageError (a ValueError) for anything that is not allowed, by name. Weights and buffers become
+    rank 0's.
+    """
+    chosen = _strategy(strategy)
+    chosen.require_implemented()
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"model is a {type(model).__name__}; parallelize takes a torch.nn.Module")
+    world = init()
+    sharded = chosen.sharding.optim is Placement.SHARDED
+    if mesh is not None and not sharded:
+        raise UsageError(f"strategy {chosen} shards nothing, so it has no use for a mesh; leave mesh out, or use "
+                         f"zero1, zero2 or zero3")
+    axes = Mesh.flat(world, sharded=sharded) if mesh is None else Mesh.of(world, mesh)
+    return Engine(model, optimizer, chosen, world, axes, units)
+
+
+def _strategy(given: Strategy | str | None) -> Strategy:
+    """What was given, and what the run was started with: one of them, or both if they agree."""
+    ours = None if given is None else Strategy.parse(given)
+    text = os.environ.get("DPLAB_STRATEGY")
+    runs = Strategy.parse(text) if text else None
+    if ours is not None and runs is not None and ours != runs:
+        raise UsageError(f"parallelize was given strategy {str(ours)!r} and the run was launched with {str(runs)!r}; "
+                         f"leave one of them out")
+    return ours or runs or Strategy()
+
+
+class Engine:
+    """A model under a strategy. Call it like the model; then `backward(loss)` and `step()`."""
+
+    def __init__(self, model: nn.Module, optimizer: OptimizerLike, strategy: Strategy, world: World, mesh: Mesh,
+                 units: UnitRule) -> None:
+        self.module, self.strategy, self.world, self.mesh = model, strategy, world, mesh
+        self._recorder = recorder.current()
+        made = make(optimizer, model)
+        model.to(world.device)
+        build.check_model(model, mesh)
+        found = find_units(model, units)
+        build.make_equal(model, mesh)
+        self._buckets, pools = build.build_buckets(found, strategy, mesh)
+        trainable = [bucket for bucket in self._buckets if bucket.trainable]
+        self._owned = OwnedOptimizer(made, trainable, whole=mesh.shard.size == 1)
+        self.optimizer = made
+        self._reduction = Reduction(trainable, mesh, self._recorder, accumulate=strategy.accumulate,
+                                    every_backward=strategy.reduces_every_backward)
+        for pool in pools:
+            self._reduction.serve(pool)
+        self._ledger = Ledger(self._buckets, pools, self._owned)
+        self._slots = {name: (bucket, slot) for bucket in self._buckets for slot, name in enumerate(bucket.names)}
+        self._gathers: Gathers | None = None
+        if strategy.sharding.params is Placement.SHARDED:
+            self._gather_units([GatheredUnit(unit, [b for b in self._buckets if set(b.names) & set(dict(
+                unit.parameters))], self._recorder) for unit in found])
+        self._hook_parameters(trainable)
+        self._hook_module()
+        self._step_began = now()
+        self._loss: torch.Tensor | None = None
+        self._measured = False
+
+    # ---- the loop
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own forward; returns what it returns."""
+        return self.module(*args, **kwargs)
+
+    def backward(self, loss: torch.Tensor, *, weight: float | None = None) -> None:
+        """Backward of a scalar loss. With `weight` the loss is a sum over that many tokens (or samples), and the
+        gradient becomes the sum over all ranks and micro-batches divided by the sum of all weights.
+
+        A loss that reaches no parameter still counts: this rank takes part with nothing.
+        """
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            raise UsageError(f"engine.backward takes a scalar loss; got {_describe(loss)}")
+        if weight is not None and not 0 <= weight < float("inf"):
+            raise UsageError(f"engine.backward(weight={weight!r}): the weight is a number of tokens or samples, >= 0")
+        self._reduction.begin(None if weight is None else float(weight))
+        self._loss = loss.detach() if weight is None else loss.detach() / max(weight, 1.0)
+        if loss.requires_grad:
+            loss.backward()  # type: ignore[no-untyped-call]
+        self._reduction.end()
+
+    def step(self, *, last: bool = False) -> bool:
+        """Moves the weights if the window is complete (`last=True` closes a shorter one) and starts a new one.
+
+        Returns True when weights moved. Raises RunStopped, on all ranks at the same step, once somebody asked
+        the run to end.
+        """
+        reduction = self._reduction
+        if not reduction.due and not (last and reduction.window.backwards):
+            return False
+        reduction.close()
+        if self.strategy.clip_grad_norm is not None:
+            self.clip_grad_norm_(self.strategy.clip_grad_norm)
+        began = now()
+        self._recorder.phase("optimizer")
+        moved = any(any(bucket.moved) for bucket in reduction.buckets)
+        if moved:
+            self._owned.step()
+        self._recorder.span("optimizer", type(self.optimizer).__name__, began, now())
+        for pending in [bucket.params.publish(bucket.index) for bucket in reduction.buckets]:
+            pending.wait()
+        self._end_step(moved)
+        return moved
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forgets the gradients of this window, and the window with them. (They are None afterwards either way.)"""
+        self._reduction.reset()
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor | None:
+        """Clips the averaged gradients to a global norm; returns the norm before, the same tensor on all ranks.
+
+        Inside a window it touches nothing and returns None. Collective.
+        """
+        if not self._reduction.due and not self._reduction.window.closed:
+            return None
+        self._reduction.close()
+        total = norm.global_norm(self._reduction.buckets, self.mesh, float(norm_type))
+        norm.clip(self._reduction.buckets, total, max_norm)
+        return total
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards inside stay local (nothing is reduced); a later one, or `step(last=True)`, reduces all."""
+        before, self._reduction.syncing = self._reduction.syncing, False
+        try:
+            yield
+        finally:
+            self._reduction.syncing = before
+
+    def train(self, mode: bool = True) -> Engine:
+        """As nn.Module.train."""
+        self.module.train(mode)
+        return self
+
+    def eval(self) -> Engine:
+        """As nn.Module.eval."""
+        return self.train(False)
+
+    # ---- looking inside; collective unless said otherwise
+
+    @contextmanager
+    def gathered(self) -> Iterator[nn.Module]:
+        """Full parameters inside, readable and writable; afterwards rank 0's values are everybody's."""
+        if self._gathers is not None:
+            for unit in self._gathers.units:
+                unit.issue()
+                unit.complete()
+        try:
+            yield self.module
+        finally:
+            for bucket in self._buckets:
+                for parameter in bucket.parameters:
+                    build.broadcast(parameter.detach(), self.mesh)
+                torch.autograd.graph.increment_version(bucket.parameters)
+                if isinstance(bucket.params, Sharded):
+                    bucket.params.take_back()
+            for unit in self._gathers.units if self._gathers is not None else ():
+                unit.reshard()
+
+    def full_state_dict(self) -> dict[str, torch.Tensor]:
+        """The plain model's state_dict: its keys, shapes and order, full values on the CPU of every rank."""
+        with self.gathered():
+            return {name: value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
+                    for name, value in nn.Module.state_dict(self.module).items()}
+
+    def full_grad(self, name: str) -> torch.Tensor | None:
+        """The averaged gradient of a parameter once the window is closed; None where no rank has one."""
+        if name not in self._slots:
+            raise UsageError(f"parameter {name!r} is not in the model; names are as in model.named_parameters()")
+        bucket, slot = self._slots[name]
+        return bucket.full_grad(slot) if bucket.trainable else None
+
+    def check_agreement(self) -> None:
+        """Raises StateError, naming parameter and ranks, where copies of a parameter differ between ranks."""
+        with self.gathered():
+            mine = {name: _checksum(p) for name, p in self.module.named_parameters()}
+        every = self.mesh.world.gather_objects(mine)
+        for name in mine:
+            odd = [rank for rank, theirs in enumerate(every) if theirs[name] != every[0][name]]
+            if odd:
+                raise StateError(f"parameter {name!r} differs between rank 0 and ranks {odd}; something wrote to it "
+                                 f"outside engine.gathered()")
+
+    def memory(self) -> dict[str, int]:
+        """Bytes on this rank by category (see `dplab.telemetry.events.CATEGORIES`). Not collective."""
+        return self._ledger.bytes()
+
+    def wire(self) -> dict[str, dict[str, Any]]:
+        """What this rank has sent so far, by collective: `count` and `bytes`. Not collective."""
+        return {name: dict(row) for name, row in self.mesh.world.counters.rows.items()}
+
+    # ---- hooks
+
+    def _gather_units(self, units: Sequence[GatheredUnit]) -> None:
+        gathers = self._gathers = Gathers(units, prefetch=self.strategy.prefetch, reshard=self.strategy.reshard)
+        self._unit_hooks = UnitHooks(gathers)
+        self._reduction.filled = gathers.gradients_came
+        self._reduction.backward_ended = gathers.backward_ended
+        self.module.register_state_dict_pre_hook(self._refuse_state_dict)  # type: ignore[no-untyped-call]
+
+    def _refuse_state_dict(self, *_: Any) -> None:
+        assert self._gathers is not None
+        if any(not isinstance(b.params, Sharded) or not b.params.resident for b in self._buckets):
+            raise StateError("model.state_dict() has no values while the parameters are sharded; call "
+                             "engine.full_state_dict(), or read it inside engine.gathered()")
+
+    def _hook_parameters(self, buckets: Sequence[Bucket]) -> None:
+        reduction = self._reduction
+
+        def hook(bucket: Bucket, slot: int, parameter: nn.Parameter) -> None:
+            # before autograd adds to a parameter, and after
+            parameter.register_hook(lambda _grad: reduction.reopen())  # type: ignore[no-untyped-call]
+            parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                lambda _parameter: reduction.came(bucket, slot))
+
+        for bucket in buckets:
+            for slot, parameter in enumerate(bucket.parameters):
+                hook(bucket, slot, parameter)
+        self.optimizer.zero_grad = self.zero_grad  # type: ignore[method-assign]
+        self.module.zero_grad = self.zero_grad  # type: ignore[method-assign]
+
+    def _hook_module(self) -> None:
+        began: list[tuple[int, Any]] = []
+
+        def enter(_module: nn.Module, _args: Any) -> None:
+            measuring = None
+            if not self._measured and torch.is_grad_enabled() and self.module.training and not in_backward():
+                self._measured, measuring = True, self._ledger.measuring()
+                measuring.__enter__()
+            began.append((now(), measuring))
+            self._recorder.phase("forward")
+
+        def leave(module: nn.Module, _args: Any, _output: Any) -> None:
+            start, measuring = began.pop()
+            if measuring is not None:
+                measuring.__exit__(None, None, None)
+            self._recorder.span("forward", type(module).__name__, start, now())
+
+        self.module.register_forward_pre_hook(enter, prepend=True)
+        self.module.register_forward_hook(leave, always_call=True)
+
+    def _end_step(self, moved: bool) -> None:
+        reduction, end = self._reduction, now()
+        micro_batches, stop = reduction.window.backwards, reduction.window.stop
+        self._recorder.gauge("memory", **self._ledger.bytes())
+        if self._loss is not None:
+            self._recorder.gauge("loss", value=self._loss.item())
+        self._recorder.span("step", "train", self._step_began, end, micro_batches=micro_batches, moved=moved)
+        self._recorder.step += 1
+        self._step_began = end
+        reduction.reset()
+        if stop:
+            self._recorder.flush()
+            raise RunStopped(f"the run was asked to stop; it ended after step {self._recorder.step - 1}")
+
+
+def _checksum(tensor: torch.Tensor) -> int:
+    return zlib.crc32(tensor.detach().contiguous().view(-1).view(torch.uint8).cpu().clone().numpy().tobytes())
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    return f"a {type(value).__name__}"
+
+

@@ -1,0 +1,151 @@
+"""All collectives, along one axis of the mesh: named, counted, timed.
+
+Every call works in place on a flat tensor that is the same length on every rank. For `reduce_scatter` and
+`all_gather` rank r's segment is the r-th equal slice; the others are the wire's to overwrite. A call issues
+and returns a `Pending`; its `wait()` makes the result visible. Along an axis of one rank nothing is sent.
+
+`bytes` are those that this rank sends. Below stands a `Transport`: gloo, nccl or threads.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import torch
+
+from dplab.telemetry.recorder import Recorder, now
+
+Purpose = Literal["grads", "params", "control", "init"]
+Op = Literal["sum", "max"]
+
+
+class Work(Protocol):
+    """What a transport hands back for a collective under way."""
+
+    done_at: int | None
+    """ns at which the last byte had come, where the transport can tell; None until then"""
+
+    def wait(self) -> None:
+        """Returns when the result is in place; raises WireError if it never will be."""
+
+
+class Transport(Protocol):
+    """One group of ranks and the way between them. Calls are issued in the same order on every rank."""
+
+    rank: int
+    size: int
+    modelled: frozenset[str]
+    """Collectives whose algorithm is somebody else's: their bytes are by its documentation, not by our sends."""
+
+    def all_reduce(self, flat: torch.Tensor, op: Op) -> Work: ...
+    def reduce_scatter(self, flat: torch.Tensor) -> Work: ...
+    def all_gather(self, flat: torch.Tensor) -> Work: ...
+    def broadcast(self, flat: torch.Tensor, source: int) -> Work: ...
+    def gather_objects(self, value: Any) -> list[Any]: ...
+
+
+class Pending:
+    """A collective under way. `wait()` may be called more than once; only the first blocks."""
+
+    def __init__(self, work: Work | None = None, ended: Callable[[Work, int], None] | None = None) -> None:
+        self._work, self._ended = work, ended
+
+    def wait(self) -> None:
+        """Blocks until the result is in place, and records the collective."""
+        if self._work is None:
+            return
+        work, self._work = self._work, None
+        asked = now()
+        work.wait()
+        if self._ended is not None:
+            self._ended(work, asked)
+
+
+DONE = Pending()
+"""What an axis of one rank returns."""
+
+
+@dataclass
+class Counters:
+    """What this rank has sent, by collective: `count`, `bytes`, and `modelled` where the bytes are a formula's.
+
+    Gradients and parameters count under the collective's name; control messages and the broadcasts at wrap
+    are rows of their own (`control`, `init`), so that the rest compares with theory.
+    """
+
+    rows: dict[str, dict[str, Any]] = field(default_factory=dict)
+    digest: int = 0
+    """Rolling checksum of everything issued for gradients and parameters; equal on ranks that agree."""
+
+    def add(self, name: str, purpose: Purpose, nbytes: int, modelled: bool) -> None:
+        row = self.rows.setdefault(name if purpose in ("grads", "params") else purpose, {"count": 0, "bytes": 0})
+        row["count"] += 1
+        row["bytes"] += nbytes
+        if modelled:
+            row["modelled"] = True
+
+    def note(self, name: str, flat: torch.Tensor) -> None:
+        self.digest = zlib.crc32(f"{name}{flat.numel()}{flat.dtype}".encode(), self.digest)
+
+
+class Collectives:
+    """The collectives along one axis. Several axes of a rank share `counters`."""
+
+    def __init__(self, transport: Transport, counters: Counters, recorder: Recorder) -> None:
+        self.transport, self.counters, self.recorder = transport, counters, recorder
+        self.rank, self.size = transport.rank, transport.size
+
+    def all_reduce(self, flat: torch.Tensor, *, op: Op = "sum", purpose: Purpose = "grads",
+                   bucket: int | None = None, filled: int | None = None) -> Pending:
+        """Every rank ends with the sum (or maximum) over ranks. Sends 2 (N-1)/N of the tensor."""
+        return self._issue("all_reduce", lambda: self.transport.all_reduce(flat, op), flat, 2, purpose, bucket, filled)
+
+    def reduce_scatter(self, flat: torch.Tensor, *, bucket: int | None = None,
+                       filled: int | None = None) -> Pending:
+        """Each rank's own segment ends as the sum over ranks. Sends (N-1)/N of the tensor."""
+        return self._issue("reduce_scatter", lambda: self.transport.reduce_scatter(flat), flat, 1, "grads",
+                           bucket, filled)
+
+    def all_gather(self, flat: torch.Tensor, *, purpose: Purpose = "params", bucket: int | None = None) -> Pending:
+        """Every rank's own segment reaches every rank. Sends (N-1)/N of the tensor."""
+        return self._issue("all_gather", lambda: self.transport.all_gather(flat), flat, 1, purpose, bucket, None)
+
+    def broadcast(self, flat: torch.Tensor, *, source: int = 0, purpose: Purpose = "init") -> Pending:
+        """Every rank ends with rank `source`'s values."""
+        return self._issue("broadcast", lambda: self.transport.broadcast(flat, source), flat, 1, purpose, None, None)
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """One value of every rank, in rank order, on every rank; for checks, never on the path of a step."""
+        return [value] if self.size == 1 else self.transport.gather_objects(value)
+
+    def barrier(self) -> None:
+        """Returns once every rank has called it."""
+        self.gather_objects(None)
+
+    def segment(self, flat: torch.Tensor) -> torch.Tensor:
+        """This rank's own segment of `flat`."""
+        return flat.view(self.size, -1)[self.rank] if flat.numel() else flat
+
+    def _issue(self, name: str, start: Callable[[], Work], flat: torch.Tensor, passes: int, purpose: Purpose,
+               bucket: int | None, filled: int | None) -> Pending:
+        if self.size == 1 or not flat.numel():
+            return DONE
+        nbytes = passes * (self.size - 1) * flat.numel() * flat.element_size() // self.size
+        self.counters.add(name, purpose, nbytes, name in self.transport.modelled)
+        if purpose in ("grads", "params"):
+            self.counters.note(name, flat)
+        self.recorder.phase(name, bucket=-1 if bucket is None else bucket)
+        issued = now()
+        work = start()
+
+        def ended(work: Work, asked: int) -> None:
+            free = now()
+            attrs = {"purpose": purpose, "bucket": bucket, "bytes": nbytes, "exposed": free - asked}
+            if filled is not None:
+                attrs["filled"] = filled
+            self.recorder.span("collective", name, issued, min(free, work.done_at or free), **attrs)
+
+        return Pending(work, ended)

@@ -1,0 +1,144 @@
+"""torch.distributed below the collectives: the only file that calls it to communicate.
+
+`GlooTransport` builds reduce-scatter from an all-to-all and a local sum in rank order, and all-gather from
+one broadcast a rank: gloo's own reduce-scatter sends as much as its all-reduce, and both are two to four
+times slower. `NativeTransport` is for backends (nccl) whose own collectives are the good ones.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dplab.errors import WireError
+from dplab.telemetry.recorder import now
+from dplab.wire.collectives import Op, Transport, Work
+
+_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+
+# torch 2.13 renames the tensor collectives and deprecates the old names; 2.11 has only those.
+_reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class GroupWork:
+    """Works of torch's, and what is left to do when they have ended (a local sum, a copy to the device)."""
+
+    def __init__(self, works: list[Any], finish: Callable[[], None] | None = None) -> None:
+        self._works, self._finish = works, finish
+        self.done_at: int | None = None
+        self._open = len(works)
+        for work in works:
+            work.get_future().add_done_callback(self._arrived)
+
+    def _arrived(self, _future: Any) -> None:
+        self._open -= 1
+        if not self._open:
+            self.done_at = now()
+
+    def wait(self) -> None:
+        try:
+            for work in self._works:
+                work.wait()
+        except RuntimeError as error:
+            raise WireError(f"a collective did not end: another rank left it or the link broke ({error})") from error
+        if self._finish is not None:
+            self._finish()
+
+
+class NativeTransport:
+    """The backend's own collectives, in place."""
+
+    modelled = frozenset({"all_reduce", "reduce_scatter", "all_gather", "broadcast"})
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+
+    def all_reduce(self, flat: torch.Tensor, op: Op) -> Work:
+        return GroupWork([dist.all_reduce(flat, _OPS[op], group=self.group, async_op=True)])
+
+    def reduce_scatter(self, flat: torch.Tensor) -> Work:
+        own = flat.view(self.size, -1)[self.rank]
+        return GroupWork([_reduce_scatter(own, flat, group=self.group, async_op=True)])
+
+    def all_gather(self, flat: torch.Tensor) -> Work:
+        own = flat.view(self.size, -1)[self.rank]
+        return GroupWork([_all_gather(flat, own, group=self.group, async_op=True)])
+
+    def broadcast(self, flat: torch.Tensor, source: int) -> Work:
+        return GroupWork([dist.broadcast(flat, group_src=source, group=self.group, async_op=True)])
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+
+class GlooTransport(NativeTransport):
+    """Textbook volumes on gloo. Tensors of a GPU travel through host copies: gloo moves host memory only."""
+
+    modelled = frozenset({"all_reduce", "broadcast"})
+
+    def reduce_scatter(self, flat: torch.Tensor) -> Work:
+        sent = flat.cpu()
+        # received: one segment of every rank (own included), in rank order; lives until the sum below
+        received = torch.empty_like(sent)
+        work = dist.all_to_all_single(received, sent, group=self.group, async_op=True)
+
+        def sum_in_rank_order() -> None:
+            parts = received.view(self.size, -1)
+            total = parts[0]
+            for part in parts[1:]:
+                total.add_(part)
+            flat.view(self.size, -1)[self.rank].copy_(total)
+
+        return GroupWork([work], sum_in_rank_order)
+
+    def all_gather(self, flat: torch.Tensor) -> Work:
+        host = flat.cpu()
+        works = [dist.broadcast(segment, group_src=source, group=self.group, async_op=True)
+                 for source, segment in enumerate(host.view(self.size, -1))]
+        return GroupWork(works, _copy_back(host, flat))
+
+    def all_reduce(self, flat: torch.Tensor, op: Op) -> Work:
+        host = flat.cpu()
+        work = dist.all_reduce(host, _OPS[op], group=self.group, async_op=True)
+        return GroupWork([work], _copy_back(host, flat))
+
+    def broadcast(self, flat: torch.Tensor, source: int) -> Work:
+        host = flat.cpu()
+        work = dist.broadcast(host, group_src=source, group=self.group, async_op=True)
+        return GroupWork([work], _copy_back(host, flat))
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    target.copy_(source)
+
+
+def _copy_back(host: torch.Tensor, flat: torch.Tensor) -> Callable[[], None] | None:
+    """What is left to do where the collective ran on a host copy."""
+    return None if host is flat else functools.partial(_copy, flat, host)
+
+
+class SoloTransport:
+    """A group of one rank: never called for anything but its size."""
+
+    rank, size = 0, 1
+    modelled: frozenset[str] = frozenset()
+
+    def _nothing(self, *_: Any) -> Any:
+        raise AssertionError("a group of one rank sends nothing")
+
+    all_reduce = reduce_scatter = all_gather = broadcast = gather_objects = _nothing
+
+
+def transport_for(group: dist.ProcessGroup | None) -> Transport:
+    """The transport that suits a group's backend; None is a group of one rank."""
+    if group is None or dist.get_world_size(group) == 1:
+        return SoloTransport()
+    return GlooTransport(group) if "gloo" in dist.get_backend(group) else NativeTransport(group)

@@ -1,0 +1,207 @@
+"""Ranks as threads of one process: for tests, and for breakpoints in a notebook.
+
+The last rank to arrive at a collective carries it out for all, in rank order, so results are the same to
+the bit whatever the timing. Two different calls meeting, or a rank that leaves, is an error on every rank.
+torch's default random generator is shared by the threads: seeds and dropout belong in process worlds.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+
+from dplab.errors import WireError
+from dplab.telemetry.recorder import now
+from dplab.wire.collectives import Op, Work
+
+T = TypeVar("T")
+
+
+@dataclass
+class _Meeting:
+    """One collective: who has come, with what, and whether it is over. It is its own `Work`."""
+
+    size: int
+    timeout: float
+    calls: dict[int, str] = field(default_factory=dict)
+    values: dict[int, Any] = field(default_factory=dict)
+    over: threading.Event = field(default_factory=threading.Event)
+    error: WireError | None = None
+    done_at: int | None = None
+
+    def wait(self) -> None:
+        if not self.over.wait(self.timeout):
+            missing = sorted(set(range(self.size)) - set(self.calls))
+            self.error = WireError(f"ranks {missing} did not come to {next(iter(self.calls.values()))} "
+                                   f"within {self.timeout} s")
+            self.over.set()
+        if self.error is not None:
+            raise WireError(str(self.error))
+
+
+class Hub:
+    """Where the threads of one group meet. Meeting number k is every rank's k-th call."""
+
+    def __init__(self, size: int, timeout: float = 30.0) -> None:
+        self.size, self.timeout = size, timeout
+        self._lock = threading.Lock()
+        self._meetings: dict[int, _Meeting] = {}
+        self._error: WireError | None = None
+
+    def join(self, rank: int, turn: int, call: str, value: Any, work: Callable[[list[Any]], None]) -> _Meeting:
+        """Rank `rank` comes to its call number `turn`; whoever is last does `work` on all values."""
+        with self._lock:
+            meeting = self._meetings.setdefault(turn, _Meeting(self.size, self.timeout))
+            meeting.calls[rank], meeting.values[rank] = call, value
+            meeting.error = meeting.error or self._error
+            other = next((r for r, theirs in meeting.calls.items() if theirs != call), None)
+            if other is not None:
+                meeting.error = WireError(f"rank {rank} calls {call} where rank {other} calls {meeting.calls[other]}: "
+                                          f"every rank must issue the same collectives in the same order")
+            last = len(meeting.calls) == self.size
+            if last:
+                del self._meetings[turn]
+        if last and meeting.error is None:
+            work([meeting.values[r] for r in range(self.size)])
+            meeting.done_at = now()
+        if last or meeting.error is not None:
+            meeting.values.clear()
+            meeting.over.set()
+        return meeting
+
+    def leave(self, rank: int, why: str) -> None:
+        """Rank `rank` will not come again: everybody who waits for it, now or later, gets an error."""
+        with self._lock:
+            self._error = WireError(f"rank {rank} left: {why}")
+            for meeting in self._meetings.values():
+                meeting.error = meeting.error or self._error
+                meeting.over.set()
+
+
+class ThreadTransport:
+    """One rank's end of a `Hub`."""
+
+    modelled: frozenset[str] = frozenset()
+
+    def __init__(self, hub: Hub, rank: int) -> None:
+        self.hub, self.rank, self.size = hub, rank, hub.size
+        self._turn = 0
+
+    def _join(self, call: str, value: Any, work: Callable[[list[Any]], None]) -> _Meeting:
+        self._turn += 1
+        return self.hub.join(self.rank, self._turn, call, value, work)
+
+    def all_reduce(self, flat: torch.Tensor, op: Op) -> Work:
+        def reduce(flats: list[torch.Tensor]) -> None:
+            total = _reduced(flats, op)
+            for each in flats:
+                each.copy_(total)
+
+        return self._join(_call(f"all_reduce({op})", flat), flat.detach(), reduce)
+
+    def reduce_scatter(self, flat: torch.Tensor) -> Work:
+        def reduce(flats: list[torch.Tensor]) -> None:
+            segments = [each.view(self.size, -1) for each in flats]
+            for rank, own in enumerate(segments):
+                own[rank].copy_(_reduced([each[rank] for each in segments], "sum"))
+
+        return self._join(_call("reduce_scatter", flat), flat.detach(), reduce)
+
+    def all_gather(self, flat: torch.Tensor) -> Work:
+        def gather(flats: list[torch.Tensor]) -> None:
+            segments = [each.view(self.size, -1) for each in flats]
+            for mine in segments:
+                for rank, theirs in enumerate(segments):
+                    if theirs is not mine:
+                        mine[rank].copy_(theirs[rank])
+
+        return self._join(_call("all_gather", flat), flat.detach(), gather)
+
+    def broadcast(self, flat: torch.Tensor, source: int) -> Work:
+        def spread(flats: list[torch.Tensor]) -> None:
+            for rank, each in enumerate(flats):
+                if rank != source:
+                    each.copy_(flats[source])
+
+        return self._join(_call(f"broadcast(source={source})", flat), flat.detach(), spread)
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        values: list[Any] = []
+        box = (values, value)
+
+        def gather(boxes: list[tuple[list[Any], Any]]) -> None:
+            for theirs, _ in boxes:
+                theirs.extend(item for _, item in boxes)
+
+        self._join("gather_objects", box, gather).wait()
+        return values
+
+
+class ThreadWorld:
+    """Hubs of the groups of one world, made on demand: a sub-group is named by its ranks."""
+
+    def __init__(self, size: int, timeout: float) -> None:
+        self.size, self.timeout = size, timeout
+        self._lock = threading.Lock()
+        self._hubs: dict[tuple[int, ...], Hub] = {}
+        self._left: dict[int, str] = {}
+
+    def transport(self, rank: int, ranks: tuple[int, ...]) -> ThreadTransport:
+        """The end of `rank` in the group of `ranks`."""
+        with self._lock:
+            hub = self._hubs.setdefault(ranks, Hub(len(ranks), self.timeout))
+        return ThreadTransport(hub, ranks.index(rank))
+
+    def leave(self, rank: int, why: str) -> None:
+        with self._lock:
+            hubs = list(self._hubs.values())
+        for hub in hubs:
+            hub.leave(rank, why)
+
+
+def run(fn: Callable[[], T], size: int, *, timeout: float = 30.0) -> list[T]:
+    """Calls `fn` on `size` ranks, each a thread in which `dplab.init()` returns that rank's world.
+
+    Returns the results in rank order. If ranks raise, the first failure in time is raised here.
+    """
+    from dplab.wire.world import World, adopt
+
+    threads_world = ThreadWorld(size, timeout)
+    results: dict[int, T] = {}
+    failures: list[BaseException] = []
+
+    def body(rank: int) -> None:
+        adopt(World(rank=rank, size=size, local_rank=rank, device=torch.device("cpu"), backend="threads",
+                    threads=threads_world))
+        try:
+            results[rank] = fn()
+        except BaseException as error:
+            error.add_note(f"on rank {rank} of {size} (threads)")
+            failures.append(error)
+            threads_world.leave(rank, f"{type(error).__name__}: {error}")
+
+    threads = [threading.Thread(target=contextvars.Context().run, args=(body, rank), name=f"rank {rank}", daemon=True)
+               for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]
+    return [results[rank] for rank in range(size)]
+
+
+def _call(name: str, flat: torch.Tensor) -> str:
+    return f"{name} of {flat.numel()} {str(flat.dtype).removeprefix('torch.')}"
+
+
+def _reduced(parts: list[torch.Tensor], op: Op) -> torch.Tensor:
+    total = parts[0].clone()
+    for part in parts[1:]:
+        total = total.add_(part) if op == "sum" else torch.maximum(total, part)
+    return total

@@ -1,0 +1,169 @@
+"""The world a rank belongs to, and the mesh of two axes laid over it.
+
+`init()` joins whatever set the ranks up: a thread world, a process group that is already there (Ray, a
+user's own), `dplab.launch`, torchrun, or Slurm. Alone it is a world of one.
+"""
+
+from __future__ import annotations
+
+import os
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dplab.errors import UsageError
+from dplab.telemetry import recorder
+from dplab.wire.collectives import Collectives, Counters, Transport
+from dplab.wire.groups import SoloTransport, transport_for
+from dplab.wire.threads import ThreadWorld
+
+TIMEOUT = timedelta(minutes=10)
+"""How long a collective waits for a rank before it is an error."""
+
+_world: ContextVar[World | None] = ContextVar("world", default=None)
+
+
+@dataclass(frozen=True)
+class World:
+    """This rank's place among the ranks: `device` is where its tensors belong."""
+
+    rank: int
+    size: int
+    local_rank: int
+    device: torch.device
+    backend: str
+    threads: ThreadWorld | None = field(default=None, repr=False)
+
+    def transport(self, ranks: list[list[int]], group: dist.ProcessGroup | None = None) -> Transport:
+        """The way to this rank's peers in `ranks`, a partition of the world; made on all ranks together."""
+        mine = next(members for members in ranks if self.rank in members)
+        if len(mine) == 1:
+            return SoloTransport()
+        if self.threads is not None:
+            return self.threads.transport(self.rank, tuple(mine))
+        if group is None and len(ranks) > 1:
+            group, _ = dist.new_subgroups_by_enumeration(ranks)  # type: ignore[no-untyped-call]
+        return transport_for(group or dist.group.WORLD)
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Two axes over the ranks. Shards are cut along `shard`, equal copies lie along `replicate`."""
+
+    replicate: Collectives
+    shard: Collectives
+    world: Collectives
+
+    @classmethod
+    def flat(cls, world: World, *, sharded: bool) -> Mesh:
+        """All ranks on one axis, the other of length 1."""
+        counters, recorder_ = Counters(), recorder.current()
+        everyone = Collectives(world.transport([list(range(world.size))]), counters, recorder_)
+        nobody = Collectives(SoloTransport(), counters, recorder_)
+        return cls(replicate=nobody, shard=everyone, world=everyone) if sharded else cls(
+            replicate=everyone, shard=nobody, world=everyone)
+
+    @classmethod
+    def of(cls, world: World, mesh: Any) -> Mesh:
+        """From a DeviceMesh with the dimensions ("replicate", "shard"), or from a (replicate, shard) shape."""
+        counters, recorder_ = Counters(), recorder.current()
+        grid, groups = _grid(mesh, world)
+        everyone = Collectives(world.transport([list(range(world.size))]), counters, recorder_)
+        columns = [list(column) for column in zip(*grid, strict=True)]
+        return cls(
+            replicate=Collectives(world.transport(columns, groups.get("replicate")), counters, recorder_),
+            shard=Collectives(world.transport(grid, groups.get("shard")), counters, recorder_),
+            world=everyone,
+        )
+
+
+def _grid(mesh: Any, world: World) -> tuple[list[list[int]], dict[str, dist.ProcessGroup]]:
+    """Rows of ranks that shard among themselves; and the groups, where the mesh already has them."""
+    if isinstance(mesh, tuple):
+        if len(mesh) != 2 or mesh[0] * mesh[1] != world.size:
+            raise UsageError(f"mesh {mesh} does not cover {world.size} ranks; give (replicate, shard) sizes whose "
+                             f"product is the world size")
+        return [list(range(row * mesh[1], (row + 1) * mesh[1])) for row in range(mesh[0])], {}
+    names = tuple(getattr(mesh, "mesh_dim_names", None) or ())
+    if names != ("replicate", "shard"):
+        raise UsageError(f"mesh has dimensions {names}; parallelize takes a DeviceMesh with mesh_dim_names "
+                         f"('replicate', 'shard'), or a (replicate, shard) tuple")
+    return mesh.mesh.tolist(), {name: mesh.get_group(name) for name in names}
+
+
+def adopt(world: World) -> None:
+    """Makes `world` what `init()` returns in this context."""
+    _world.set(world)
+
+
+def init(*, backend: str | None = None, device: str | torch.device | None = None) -> World:
+    """Joins the world that this process was started into; call it once, early. Later calls return the same.
+
+    `backend`: `nccl` or `gloo`; None: nccl where every rank of the host has a GPU of its own, else gloo.
+    `device`: None: the GPU of this rank, else the CPU.
+    """
+    known = _world.get()
+    if known is not None and (known.size == 1 or known.threads or dist.is_initialized()):
+        return known
+    place = _environment()
+    chosen = torch.device(device) if device is not None else _device(place["local_rank"])
+    backend = backend or os.environ.get("DPLAB_BACKEND") or None
+    if not dist.is_initialized() and place["size"] > 1:
+        backend = _backend(backend, chosen, place["local_size"])
+        dist.init_process_group(backend, init_method=place["rendezvous"], rank=place["rank"],
+                                world_size=place["size"], timeout=TIMEOUT)
+    if dist.is_initialized():
+        world = World(dist.get_rank(), dist.get_world_size(), place["local_rank"], chosen, str(dist.get_backend()))
+    else:
+        world = World(0, 1, place["local_rank"], chosen, "solo")
+    if chosen.type == "cuda":
+        torch.cuda.set_device(chosen)
+    adopt(world)
+    return world
+
+
+def _environment() -> dict[str, Any]:
+    """Rank, size and rendezvous as dplab.launch, torchrun or Slurm put them into the environment."""
+    env = os.environ
+    if "RANK" in env and "WORLD_SIZE" in env:
+        rank, size = int(env["RANK"]), int(env["WORLD_SIZE"])
+        local_rank, local_size = int(env.get("LOCAL_RANK", rank)), int(env.get("LOCAL_WORLD_SIZE", size))
+    elif "SLURM_PROCID" in env and int(env.get("SLURM_NTASKS", 1)) > 1:
+        rank, size = int(env["SLURM_PROCID"]), int(env["SLURM_NTASKS"])
+        local_rank, local_size = int(env.get("SLURM_LOCALID", rank)), int(env.get("SLURM_NTASKS_PER_NODE", size))
+    else:
+        return {"rank": 0, "size": 1, "local_rank": 0, "local_size": 1, "rendezvous": None}
+    rendezvous = env.get("DPLAB_RENDEZVOUS") or ("env://" if "MASTER_ADDR" in env and "MASTER_PORT" in env else None)
+    if size > 1 and rendezvous is None and not dist.is_initialized():
+        raise UsageError(f"rank {rank} of {size} does not know where to meet the others; set MASTER_ADDR and "
+                         f"MASTER_PORT, or start the program with torchrun or dplab.launch")
+    return {"rank": rank, "size": size, "local_rank": local_rank, "local_size": local_size, "rendezvous": rendezvous}
+
+
+def _device(local_rank: int) -> torch.device:
+    if not torch.accelerator.is_available():
+        return torch.device("cpu")
+    kind = torch.accelerator.current_accelerator()
+    assert kind is not None
+    return torch.device(kind.type, local_rank % torch.accelerator.device_count())
+
+
+def _backend(asked: str | None, device: torch.device, local_size: int) -> str:
+    """nccl wants a GPU for each rank; more ranks than GPUs share them over gloo, and one line says so."""
+    known = ("nccl", "gloo")
+    if asked is not None and asked not in known:
+        raise UsageError(f"backend {asked!r} is not known; use one of {', '.join(known)}")
+    gpus = torch.cuda.device_count() if device.type == "cuda" else 0
+    enough = gpus >= local_size
+    if asked == "nccl" and not enough:
+        raise UsageError(f"backend 'nccl' needs one GPU a rank, and {local_size} ranks share {gpus}; "
+                         f"use backend='gloo' or fewer ranks")
+    if asked is None and gpus and not enough and device.index == 0:
+        recorder.current().span("log", "backend", recorder.now(), recorder.now(),
+                                text=f"{local_size} ranks share {gpus} GPUs, over gloo")
+        print(f"dplab: {local_size} ranks share {gpus} GPUs; they talk over gloo", flush=True)
+    return asked or ("nccl" if gpus and enough else "gloo")
