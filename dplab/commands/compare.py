@@ -130,7 +130,7 @@ def _table(rows: list[dict[str, Any]]) -> str:
     lines = [head]
     for row in rows:
         ratio, sync = row["ratio"], row["sync_ms_median"]
-        sent = sum(each["bytes"] for each in row["wire"].values()) / row["steps"] / 1e6
+        sent = sum(each["bytes"] for name, each in row["wire"].items() if name != "init") / row["steps"] / 1e6
         lines.append((row["strategy"], f"{row['step_ms_median']:.1f}",
                       f"{ratio['median']:.3f} [{ratio['low']:.3f}, {ratio['high']:.3f}]",
                       "-" if sync is None else f"{sync:.1f}", f"{row['tokens_per_s']:,.0f}", f"{row['loss_last']:.4f}",

@@ -56,10 +56,16 @@ def _machine() -> Answer:
              f"backends    {', '.join(data['backends'])}",
              "/dev/shm    " + ("absent" if data["shm_bytes"] is None else f"{data['shm_bytes'] / 1e9:.1f} GB"),
              f"runs        {data['runs']}, {data['runs_free_bytes'] / 1e9:.1f} GB free there",
-             "gauges      " + "; ".join(f"{name}: {told}" for name, told in data["gauges"].items()),
+             "gauges      " + "\n            ".join(_by_reason(data["gauges"])),
              "packages    " + ", ".join(f"{name} {version or 'not installed'}"
                                         for name, version in data["packages"].items())]
     return Answer(data, "\n".join(lines))
+
+
+def _by_reason(gauges: dict[str, str]) -> list[str]:
+    """Gauges that share an answer on one line."""
+    return [f"{', '.join(name for name, told in gauges.items() if told == reason)}: {reason}"
+            for reason in dict.fromkeys(gauges.values())]
 
 
 def _run(run_id: str) -> Answer:

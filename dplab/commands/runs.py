@@ -75,9 +75,8 @@ def trace(args: argparse.Namespace) -> Answer:
     from dplab.telemetry.trace import export
 
     run = attached(args.run_id)
-    count = export(run.path, args.output)
-    data = {"id": run.id, "file": str(args.output), "events": count}
-    return Answer(data, f"{count} events in {args.output}; open it in ui.perfetto.dev")
+    path = export(run.path, args.output)
+    return Answer({"id": run.id, "file": str(path)}, f"{path} is written; open it in ui.perfetto.dev")
 
 
 def _row(run: Run) -> dict[str, Any]:

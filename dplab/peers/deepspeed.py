@@ -21,9 +21,10 @@ class DeepSpeed(Untold):
         import deepspeed
 
         deepspeed.init_distributed(dist_backend=setup.world.backend, auto_mpi_discovery=False)
+        # Clipping is on by default there, and off here and in torch.
         config = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1,
                   "zero_optimization": {"stage": int(setup.strategy)}, "zero_allow_untested_optimizer": True,
-                  "zero_force_ds_cpu_optimizer": False}
+                  "zero_force_ds_cpu_optimizer": False, "gradient_clipping": 0.0}
         optimizer = setup.optimizer(setup.model.parameters(), lr=setup.lr)  # type: ignore[call-arg]
         self.engine: Any = deepspeed.initialize(model=setup.model, optimizer=optimizer, config=config)[0]
 

@@ -41,16 +41,16 @@ def serve(name: str, *, model: str, data: str | None, batch_size: int, lr: float
         for line in turns:
             if int(line) == 0:
                 break
-            answers.write(json.dumps(_block(trainer, batches, int(line), world.device)) + "\n")
+            answers.write(json.dumps(_block(trainer, batches, int(line))) + "\n")
     return {"backend": world.backend, "memory": trainer.memory(), "wire": trainer.wire()}
 
 
-def _block(trainer: Trainer, batches: Any, steps: int, device: torch.device) -> dict[str, Any]:
+def _block(trainer: Trainer, batches: Any, steps: int) -> dict[str, Any]:
     """Seconds of the whole block (batches included), losses, and tokens or samples of this rank."""
     losses, tokens = [], 0
     begin = time.perf_counter()
     for _ in range(steps):
         x, y = next(batches)
-        losses.append(trainer.step(x.to(device), y.to(device)).item())
+        losses.append(trainer.step(x, y).item())
         tokens += y.numel()
     return {"seconds": time.perf_counter() - begin, "losses": losses, "tokens": tokens}

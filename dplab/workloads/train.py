@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 import dplab
-from dplab.telemetry.recorder import current
+from dplab.errors import UsageError
 from dplab.workloads import corpora, models
 from dplab.workloads.catalog import optimizer_class, workload
 
@@ -19,8 +19,10 @@ def train(*, model: str = "tiny-gpt", data: str | None = None, steps: int = 200,
     """Trains a workload for `steps` optimizer steps of `batch_size` samples a rank and micro-batch.
 
     `strategy=None` is the run's own. Returns this rank's losses (nats, one a step), memory (bytes by category)
-    and wire (count and bytes by collective).
+    and wire (count and bytes sent by collective). UsageError for a name or a path that is not known.
     """
+    if steps < 1:
+        raise UsageError(f"train(steps={steps}) is not allowed; steps is an integer >= 1")
     make_optimizer = getattr(torch.optim, optimizer_class(optimizer))
     world = dplab.init()
     torch.manual_seed(seed)
@@ -32,14 +34,13 @@ def train(*, model: str = "tiny-gpt", data: str | None = None, steps: int = 200,
     losses: list[float] = []
     window: list[float] = []
     for x, y in chain.from_iterable(repeat(batches)):      # epoch after epoch
-        if len(losses) == steps:
-            break
-        loss = engine(x.to(world.device), y.to(world.device))
+        loss = engine(x, y)
         engine.backward(loss)
         window.append(loss.item())
         if engine.step():
             losses.append(sum(window) / len(window))
             window.clear()
-            current().gauge("loss", value=losses[-1])
-    return {"backend": world.backend, "steps": steps, "losses": losses, "loss_first": losses[0], "loss_last": losses[-1],
-            "memory": engine.memory(), "wire": engine.wire()}
+        if len(losses) == steps:
+            break
+    return {"backend": world.backend, "steps": steps, "losses": losses, "loss_first": losses[0],
+            "loss_last": losses[-1], "memory": engine.memory(), "wire": engine.wire()}
