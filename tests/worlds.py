@@ -6,16 +6,27 @@ Everything a rank does is written once, as a function of the world; where it run
 from __future__ import annotations
 
 import copy
+import multiprocessing
+import multiprocessing.connection
+import os
+import tempfile
+import time
+import traceback
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
+import cloudpickle
 import torch
 from torch import nn
 
 import dplab
 from dplab.wire import threads
 
+# as every launched rank does: a rank has one core, and kernels on one thread sum in one order
+torch.set_num_threads(1)
+
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
+Batch = tuple[torch.Tensor, torch.Tensor]
 
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:
@@ -42,7 +53,24 @@ class Uneven(nn.Module):
         return nn.functional.cross_entropy(self.head(h).flatten(0, 1), y.flatten())
 
 
-def uneven_batches(count: int, size: int = 4, length: int = 5) -> list[tuple[torch.Tensor, torch.Tensor]]:
+class Even(nn.Module):
+    """As `Uneven`, without what FSDP2 refuses: nothing tied, no module used from outside its unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 7)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(7, 13), nn.Tanh(), nn.Linear(13, 7)) for _ in range(3))
+        self.norm = nn.LayerNorm(7)
+        self.head = nn.Linear(7, 11, bias=False)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        h = self.embed(x)
+        for block in self.blocks:
+            h = h + block(h)
+        return nn.functional.cross_entropy(self.head(self.norm(h)).flatten(0, 1), y.flatten())
+
+
+def uneven_batches(count: int, size: int = 4, length: int = 5) -> list[Batch]:
     generator = torch.Generator().manual_seed(7)
     return [tuple(torch.randint(0, 11, (size, length), generator=generator) for _ in range(2)) for _ in range(count)]
 
@@ -87,3 +115,86 @@ def train(model: nn.Module, batches: Sequence[Any], strategy: Any, *, optimizer:
 def in_threads(size: int, fn: Callable[..., Any], *args: Any, timeout: float = 30.0, **kwargs: Any) -> list[Any]:
     """`fn` on every rank of a thread world."""
     return threads.run(lambda: fn(*args, **kwargs), size, timeout=timeout)
+
+
+class ProcessWorld:
+    """Ranks as processes over gloo that stay alive from test to test; a world in which a call failed is dropped.
+
+    They are forked from a server that has torch imported already, so a world costs a fraction of a second.
+    """
+
+    _kept: ClassVar[dict[int, ProcessWorld]] = {}
+
+    def __init__(self, size: int) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "torch._dynamo", "dplab.engine"])
+        self.folder = tempfile.TemporaryDirectory()
+        self.pipes, self.processes = [], []
+        for rank in range(size):
+            mine, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs, rank, size, self.folder.name), daemon=True)
+            process.start()
+            theirs.close()
+            self.pipes.append(mine)
+            self.processes.append(process)
+
+    @classmethod
+    def of(cls, size: int) -> ProcessWorld:
+        if size not in cls._kept:
+            cls._kept[size] = cls(size)
+        return cls._kept[size]
+
+    def call(self, fn: Callable[..., Any], *args: Any, timeout: float = 90.0, **kwargs: Any) -> list[Any]:
+        """`fn` on every rank; the results in rank order. The first exception is raised with its traceback as note."""
+        for pipe in self.pipes:
+            pipe.send(cloudpickle.dumps((fn, args, kwargs)))
+        answers: dict[int, Any] = {}
+        deadline = time.monotonic() + timeout
+        while len(answers) < len(self.pipes):
+            waiting = {pipe: rank for rank, pipe in enumerate(self.pipes) if rank not in answers}
+            ready = multiprocessing.connection.wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                self.drop()
+                raise TimeoutError(f"ranks {sorted(waiting.values())} gave no answer within {timeout} s")
+            for pipe in ready:
+                ok, value = cloudpickle.loads(pipe.recv())
+                if not ok:
+                    self.drop()
+                    raise value
+                answers[waiting[pipe]] = value
+        return [answers[rank] for rank in range(len(self.pipes))]
+
+    def drop(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join()
+        self.folder.cleanup()
+        for size in [size for size, world in self._kept.items() if world is self]:
+            del self._kept[size]
+
+    @classmethod
+    def drop_all(cls) -> None:
+        for world in list(cls._kept.values()):
+            world.drop()
+
+
+def in_processes(size: int, fn: Callable[..., Any], *args: Any, timeout: float = 90.0, **kwargs: Any) -> list[Any]:
+    """`fn` on every rank of a kept process world over gloo."""
+    return ProcessWorld.of(size).call(fn, *args, timeout=timeout, **kwargs)
+
+
+def _serve(pipe: Any, rank: int, size: int, folder: str) -> None:
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank),
+                   "DPLAB_RENDEZVOUS": f"file://{folder}/rendezvous"}
+    dplab.init(device="cpu")
+    while True:
+        try:
+            fn, args, kwargs = cloudpickle.loads(pipe.recv())
+        except EOFError:
+            return
+        try:
+            answer = (True, fn(*args, **kwargs))
+        except BaseException as error:
+            error.add_note(f"on rank {rank} of {size} (processes):\n{traceback.format_exc()}")
+            answer = (False, error)
+        pipe.send(cloudpickle.dumps(answer))
