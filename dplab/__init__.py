@@ -35,16 +35,25 @@ _HOME = {
 
 __all__ = [*sorted(_HOME), "__version__"]
 
-if TYPE_CHECKING:
-    from dplab.engine import Engine, parallelize
-    from dplab.errors import DplabError, RankFailed
-    from dplab.launcher.launch import launch
-    from dplab.launcher.run import Run, attach, runs
-    from dplab.planner.explain import explain
-    from dplab.planner.footprint import estimate
-    from dplab.specs import Placement, Precision, Sharding, Strategy
-    from dplab.wire.world import World, init
-    from dplab.workloads.loader import gather, loader
+if TYPE_CHECKING:  # `as` re-exports: type checkers see the public names, nothing is imported
+    from dplab.engine import Engine as Engine
+    from dplab.engine import parallelize as parallelize
+    from dplab.errors import DplabError as DplabError
+    from dplab.errors import RankFailed as RankFailed
+    from dplab.launcher.launch import launch as launch
+    from dplab.launcher.run import Run as Run
+    from dplab.launcher.run import attach as attach
+    from dplab.launcher.run import runs as runs
+    from dplab.planner.explain import explain as explain
+    from dplab.planner.footprint import estimate as estimate
+    from dplab.specs import Placement as Placement
+    from dplab.specs import Precision as Precision
+    from dplab.specs import Sharding as Sharding
+    from dplab.specs import Strategy as Strategy
+    from dplab.wire.world import World as World
+    from dplab.wire.world import init as init
+    from dplab.workloads.loader import gather as gather
+    from dplab.workloads.loader import loader as loader
 
 
 def __getattr__(name: str) -> Any:

@@ -177,3 +177,10 @@ def test_only_the_wire_calls_collectives():
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "dist":
                 assert node.attr not in collectives, f"{MODULES[path]}:{node.lineno} calls dist.{node.attr}"
+
+
+def test_type_checkers_see_every_public_name():
+    tree = ast.parse((PACKAGE / "__init__.py").read_text())
+    seen = {f"{node.module}.{alias.name}" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)
+            for alias in node.names if alias.asname == alias.name}
+    assert seen == {f"dplab.{home}.{name}" for name, home in dplab._HOME.items()}

@@ -53,8 +53,7 @@ class KeptWorld:
 
     def turn(self, steps: int) -> list[dict[str, Any]]:
         """Makes every rank train `steps` steps and returns what each answered."""
-        for pipe in self._turns:
-            os.write(pipe, b"%d\n" % steps)
+        self._tell(steps)
         texts = dict.fromkeys(self._answers, b"")
         while not all(text.endswith(b"\n") for text in texts.values()):
             waiting = [pipe for pipe, text in texts.items() if not text.endswith(b"\n")]
@@ -70,8 +69,7 @@ class KeptWorld:
 
     def end(self) -> list[Any]:
         """Lets the ranks return; their results."""
-        for pipe in self._turns:
-            os.write(pipe, b"0\n")
+        self._tell(0)
         results: list[Any] = self.run.wait()
         return results
 
@@ -81,6 +79,14 @@ class KeptWorld:
             os.close(pipe)
         self._turns, self._answers = [], []
         self.run.stop()
+
+    def _tell(self, steps: int) -> None:
+        try:
+            for pipe in self._turns:
+                os.write(pipe, b"%d\n" % steps)
+        except BrokenPipeError:      # a rank has gone; the run's end, which tells why, may still be on its way
+            self.run.wait(timeout=_START_SECONDS)
+            raise
 
     def _require_alive(self) -> None:
         if self.run.state in ENDED:

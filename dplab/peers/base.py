@@ -54,7 +54,7 @@ class Untold:
 def plain_step(forward: Callable[..., Any], optimizer: Optimizer, x: Tensor, y: Tensor) -> Tensor:
     """One step as plain torch writes it; what synchronises is inside `forward`, its hooks or `optimizer`."""
     loss: Tensor = forward(x, y)
-    loss.backward()
+    loss.backward()  # type: ignore[no-untyped-call]
     optimizer.step()
     optimizer.zero_grad()
     return loss.detach()

@@ -15,5 +15,6 @@ def join(world: World) -> None:
         return
     backend = "nccl" if world.device.type == "cuda" else "gloo"
     rendezvous = os.environ.get("DPLAB_RENDEZVOUS")
-    store = None if rendezvous else dist.HashStore()
-    dist.init_process_group(backend, init_method=rendezvous, store=store, rank=world.rank, world_size=world.size)
+    if rendezvous is None:
+        rendezvous = "tcp://localhost:0"      # alone, so nobody has to find the port
+    dist.init_process_group(backend, init_method=rendezvous, rank=world.rank, world_size=world.size)
