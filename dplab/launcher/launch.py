@@ -59,12 +59,13 @@ def launch(
     directory or its first process cannot be made.
     """
     spec = _check(function, world_size, strategy, backend, detach, label)
-    job_environ = {**os.environ, **_check_env(env)}
+    environ = {**os.environ, **_check_env(env)}
+    threads = _threads(threads, world_size, environ)
     call = payload.encode(function, _check_args(args), _check_kwargs(kwargs))
     directory = _make_directory(Path(root) if root is not None else runs_root(), spec)
     job = Job(
-        directory=str(directory.path), world_size=world_size, threads=_threads(threads, world_size, job_environ),
-        strategy=spec.strategy, backend=backend, cwd=os.getcwd(), environ=job_environ,
+        directory=str(directory.path), world_size=world_size, threads=threads,
+        strategy=spec.strategy, backend=backend, cwd=os.getcwd(), environ=environ,
         sys_path=[os.path.abspath(entry) for entry in sys.path],
         launcher=None if detach else Identity.of(os.getpid()), function=spec.function)
     try:
@@ -131,6 +132,8 @@ def _threads(threads: int | None, world_size: int, environ: Mapping[str, str]) -
 def _make_directory(root: Path, spec: RunSpec) -> RunDirectory:
     info = {"spec": spec.to_dict(), "created": time.time_ns(), "versions": _versions(), "argv": sys.argv,
             "cwd": os.getcwd(), "host": platform.node()}
+    if root.exists() and not root.is_dir():
+        raise UsageError(f"{root} is a file, runs need a folder; set DPLAB_RUNS or root to one")
     while True:
         # Sorts by time, also within a second; the random end keeps apart what starts in one millisecond.
         now = time.time()
@@ -139,9 +142,8 @@ def _make_directory(root: Path, spec: RunSpec) -> RunDirectory:
         try:
             directory.create(info, spec.world_size)
             return directory
-        except FileExistsError as error:
-            if not root.is_dir():
-                raise UsageError(f"{root} is a file, runs need a folder; set DPLAB_RUNS or root to one") from error
+        except FileExistsError:
+            continue  # one chance in 65,536, for launches in one millisecond
         except RunError:
             shutil.rmtree(directory.path, ignore_errors=True)
             raise
