@@ -87,7 +87,7 @@ class Engine:
         build.check_model(model, mesh)
         found = find_units(model, units)
         build.make_equal(model, mesh)
-        self._buckets, pools = build.build_buckets(found, strategy, mesh)
+        self._buckets, pools = build.build_buckets(model, found, strategy, mesh)
         trainable = [bucket for bucket in self._buckets if bucket.trainable]
         self._owned = OwnedOptimizer(made, trainable, whole=mesh.shard.size == 1)
         self.optimizer = made

@@ -70,17 +70,21 @@ def broadcast(tensor: torch.Tensor, mesh: Mesh) -> None:
     tensor.copy_(plain)
 
 
-def build_buckets(units: Sequence[Unit], strategy: Strategy, mesh: Mesh) -> tuple[list[Bucket], list[BufferPool]]:
+def build_buckets(model: nn.Module, units: Sequence[Unit], strategy: Strategy,
+                  mesh: Mesh) -> tuple[list[Bucket], list[BufferPool]]:
     """All buckets in launch order, with their roles; and the pools that sharded gradients fill from.
 
-    Sharded parameters are bucketed by unit, the rest by size. Either way the last registered come first,
-    since backward meets them first.
+    A ZeRO-3 unit is one bucket, but for the root, whose parameters lie at both ends of the model and are cut
+    by size like everything else. The last registered come first, since backward meets them first.
     """
+    order = {name: place for place, (name, _) in enumerate(model.named_parameters())}
     if strategy.sharding.params is Placement.SHARDED:
-        pieces = [piece for unit in reversed(units) for piece in _alike(unit.parameters[::-1])]
+        pieces = [piece for unit in units for alike in _alike(unit.parameters)
+                  for piece in (_by_size(alike, strategy.bucket_mb) if unit.is_root else [alike[::-1]])]
     else:
-        named = [each for unit in units for each in unit.parameters]
-        pieces = [piece for alike in _alike(named) for piece in _by_size(alike, strategy.bucket_mb)]
+        pieces = [piece for alike in _alike(list(model.named_parameters()))
+                  for piece in _by_size(alike, strategy.bucket_mb)]
+    pieces.sort(key=lambda piece: -order[piece[0][0]])
     buckets = [Bucket(index, piece, mesh) for index, piece in enumerate(pieces)]
     pools: dict[tuple[torch.dtype, torch.device], BufferPool] = {}
     if strategy.sharding.grads is Placement.SHARDED:
