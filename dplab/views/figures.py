@@ -109,6 +109,8 @@ def _styled(drawn: go.Figure, chart: Chart) -> go.Figure:
     )
     drawn.update_xaxes(title=chart.x_label, **axis)
     drawn.update_yaxes(title=chart.y_label, **axis)
+    if chart.y_max is not None:
+        drawn.update_yaxes(range=[0, chart.y_max])
     if chart.note:
         drawn.add_annotation(text=chart.note, showarrow=False, xref="paper", yref="paper", x=0, y=0, yshift=-62,
                              xanchor="left", align="left")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from dplab.telemetry.events import CATEGORIES, Event
-from dplab.views.records import Chart, Line, Mark, StackedArea, Text
+from dplab.views.records import Chart, Floats, Line, Mark, StackedArea, Text
 from dplab.views.series import Series
 from dplab.views.steps import Step
 
@@ -15,6 +15,12 @@ _PENDING_STEPS = 256
 _SMOOTHING = 0.9
 TIME_PARTS = ("compute", "exposed", "other_time")
 GAUGES = ("cpu", "gpu")
+
+
+def robust_top(values: Floats) -> float:
+    """Top of a scale that a few slow first steps do not flatten."""
+    high, usual = float(values.max()), float(np.quantile(values, 0.95))
+    return 1.15 * (1.3 * usual if high > 2 * usual > 0 else high)
 
 
 class LossPanel:
@@ -70,7 +76,7 @@ class LossPanel:
             marks = (Line(role="loss", x=steps, y=self.series["loss"].copy(), faint=True),
                      Line(role="loss_smooth", x=steps, y=self.series["smooth"].copy()))
             note = f"{self.first:.3f} at step {steps[0]:.0f}, {self.last:.3f} at step {self.last_step}"
-        return Chart(key="loss", title="Loss", x_label="step", y_label="loss (nats)", marks=marks, note=note)
+        return Chart(key="loss", title="Loss", x_label="step", y_label="nats", marks=marks, note=note)
 
 
 class StepPanel:
@@ -100,9 +106,10 @@ class StepPanel:
     def chart(self, rank: int = 0) -> Chart:
         """One rank's step times, stacked."""
         marks: tuple[Mark, ...] = (Text(text=f"no finished step on rank {rank} yet"),)
-        note = ""
+        note, y_max = "", None
         if rank in self.series:
             series = self.series[rank]
+            y_max = robust_top(series["total"])
             marks = (StackedArea(roles=TIME_PARTS, x=series["step"].copy(),
                                  ys=np.stack([series[part] for part in TIME_PARTS])),)
             median = self.medians() or {}
@@ -110,7 +117,7 @@ class StepPanel:
                     f"exposed sync {median['exposed']:.1f}, other {median['other_time']:.1f} "
                     f"(last 50 steps, all ranks)")
         return Chart(key="steps", title=f"Step time, rank {rank}", x_label="step", y_label="ms", marks=marks,
-                     note=note)
+                     note=note, y_max=y_max)
 
 
 class MemoryPanel:
@@ -121,16 +128,19 @@ class MemoryPanel:
         self.utilization: dict[int, Series] = {}
         self.peak: dict[int, float] = {}
         """largest sum of the categories, bytes, by rank"""
+        self._process: dict[int, float] = {}
         self._start: int | None = None
 
     def feed(self, event: Event) -> None:
-        """Takes memory and utilization gauges; time starts at the first event of any kind."""
+        """Takes memory, process and utilization gauges; time starts at the first event of any kind."""
         self._start = event.t0 if self._start is None else self._start
         if event.kind != "gauge" or not 0 <= event.rank < SHOWN_RANKS:
             return
         seconds = (event.t0 - self._start) / 1e9
         if event.name == "memory":
             self._feed_memory(event, seconds)
+        elif event.name == "process":
+            self._process[event.rank] = event.attrs.get("private", np.nan)
         elif event.name == "utilization" and any(name in event.attrs for name in GAUGES):
             if event.rank not in self.utilization:
                 self.utilization[event.rank] = Series("seconds", *GAUGES, peak="cpu", capacity=512)
@@ -141,7 +151,7 @@ class MemoryPanel:
         if event.rank not in self.series:
             self.series[event.rank] = Series("seconds", *CATEGORIES, "process", "total", peak="total", capacity=512)
         parts = [event.attrs.get(name, 0) / 1e6 for name in CATEGORIES]
-        process = event.attrs.get("process", np.nan) / 1e6
+        process = event.attrs.get("process", self._process.get(event.rank, np.nan)) / 1e6
         self.series[event.rank].append(seconds, *parts, process, sum(parts))
         self.peak[event.rank] = max(self.peak.get(event.rank, 0.0), sum(parts) * 1e6)
 

@@ -82,3 +82,5 @@ class Chart:
     y_label: str
     marks: tuple[Mark, ...]
     note: str = ""
+    y_max: float | None = None
+    """top of the scale where the marks may pass it; None: they all fit"""

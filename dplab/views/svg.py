@@ -16,25 +16,34 @@ import numpy as np
 from dplab.views import theme
 from dplab.views.records import Bars, Chart, Floats, Lanes, Line, StackedArea, Text
 
-WIDTH, HEIGHT = 470, 285
-_LEFT, _RIGHT, _TOP, _BOTTOM = 52, 12, 44, 62
+WIDTH, HEIGHT = 480, 285
+_LEFT, _RIGHT, _TOP, _BOTTOM = 56, 16, 44, 62
+_SMALL_TOP, _SMALL_BOTTOM = 24, 34
+_UPPER_SHARE = 0.62
 _MAX_POINTS = 300
 _FONT = "font-family='system-ui, sans-serif'"
 
 
-def svg(charts: Sequence[Chart], *, title: str = "", columns: int = 2) -> str:
-    """Charts in a grid below a title, as the text of an SVG document."""
+def svg(cells: Sequence[Chart | tuple[Chart, Chart]], *, title: str = "", columns: int = 2) -> str:
+    """Charts in a grid below a title, as the text of an SVG document; a pair shares a cell, the second is smaller."""
     head = 26 if title else 0
-    rows = math.ceil(len(charts) / columns)
+    rows = math.ceil(len(cells) / columns)
     width, height = WIDTH * columns, head + HEIGHT * rows
+    charts = [chart for cell in cells for chart in (cell if isinstance(cell, tuple) else (cell,))]
     alt = escape(". ".join([title, *(f"{chart.title}: {chart.note}" for chart in charts)]), quote=True)
     parts = [f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {width} {height}' width='{width}' "
              f"height='{height}' role='img' aria-label='{alt}' {_FONT} font-size='11' fill='{theme.TEXT}'>", _HATCH]
     if title:
         parts.append(f"<text x='8' y='17' font-size='14' font-weight='600'>{escape(title)}</text>")
-    for index, chart in enumerate(charts):
+    for index, cell in enumerate(cells):
         x, y = WIDTH * (index % columns), head + HEIGHT * (index // columns)
-        parts.append(f"<g transform='translate({x} {y})'>{_chart(chart)}</g>")
+        if isinstance(cell, tuple):
+            upper = round(HEIGHT * _UPPER_SHARE)
+            drawn = (f"{_chart(cell[0], upper)}<g transform='translate(0 {upper})'>"
+                     f"{_chart(cell[1], HEIGHT - upper, small=True)}</g>")
+        else:
+            drawn = _chart(cell, HEIGHT)
+        parts.append(f"<g transform='translate({x} {y})'>{drawn}</g>")
     return "\n".join([*parts, "</svg>"])
 
 
@@ -63,17 +72,20 @@ class _Axis:
         return [tick * step for tick in range(first, math.floor(self.high / step + 1e-9) + 1)]
 
 
-def _chart(chart: Chart) -> str:
+def _chart(chart: Chart, height: int, *, small: bool = False) -> str:
     parts = [f"<text x='8' y='15' font-size='12' font-weight='600'>{escape(chart.title)}</text>"]
-    for line, text in enumerate(textwrap.wrap(chart.note, 84)[:2]):
-        parts.append(f"<text x='8' y='{HEIGHT - 20 + 13 * line}'>{escape(text)}</text>")
+    if small:  # no room for a legend and a caption: what they say stands beside the title
+        parts.append(f"<text x='{WIDTH - _RIGHT}' y='15' text-anchor='end'>{escape(chart.note)}</text>")
+    else:
+        for line, text in enumerate(textwrap.wrap(chart.note, 84)[:2]):
+            parts.append(f"<text x='8' y='{height - 20 + 13 * line}'>{escape(text)}</text>")
     words = next((mark.text for mark in chart.marks if isinstance(mark, Text)), None)
     if words is not None:
-        return "".join([*parts, f"<text x='{WIDTH / 2}' y='{HEIGHT / 2}' text-anchor='middle' "
+        return "".join([*parts, f"<text x='{WIDTH / 2}' y='{height / 2}' text-anchor='middle' "
                                 f"font-style='italic'>{escape(words)}</text>"])
-    x, y = _axes(chart)
-    named = any(isinstance(mark, Lanes | Bars) for mark in chart.marks)
-    parts.append(_grid(chart, x, y, named=named))
+    top, bottom = (_SMALL_TOP, height - _SMALL_BOTTOM) if small else (_TOP, height - _BOTTOM)
+    x, y = _axes(chart, top, bottom)
+    parts.append(_grid(chart, x, y, small=small))
     roles: list[str] = []
     for mark in chart.marks:
         if isinstance(mark, Line):
@@ -84,14 +96,14 @@ def _chart(chart: Chart) -> str:
             parts.append(_area(mark, x, y))
         elif isinstance(mark, Lanes):
             roles += [mark.roles[int(kind)] for kind in np.unique(mark.kind)]
-            parts.append(_lanes(mark, x))
+            parts.append(_lanes(mark, x, y))
         elif isinstance(mark, Bars):
             roles += mark.roles
             parts.append(_bars(mark, y))
-    return "".join([*parts, _legend(roles)])
+    return "".join([*parts, "" if small else _legend(roles)])
 
 
-def _axes(chart: Chart) -> tuple[_Axis, _Axis]:
+def _axes(chart: Chart, top: int, bottom: int) -> tuple[_Axis, _Axis]:
     xs: list[float] = []
     ys: list[float] = []
     for mark in chart.marks:
@@ -109,23 +121,22 @@ def _axes(chart: Chart) -> tuple[_Axis, _Axis]:
         elif isinstance(mark, Bars):
             ys += [0.0, 1.08 * float(mark.values.sum(axis=0).max(initial=0.0))]
     return (_Axis(min(xs, default=0), max(xs, default=1), _LEFT, WIDTH - _RIGHT),
-            _Axis(min(ys, default=0), max(ys, default=1), HEIGHT - _BOTTOM, _TOP))
+            _Axis(min(ys, default=0), chart.y_max or max(ys, default=1), bottom, top))
 
 
-def _grid(chart: Chart, x: _Axis, y: _Axis, *, named: bool) -> str:
+def _grid(chart: Chart, x: _Axis, y: _Axis, *, small: bool) -> str:
     parts = []
     bars = any(isinstance(mark, Bars) for mark in chart.marks)
-    if not named or bars:
-        for tick in y.ticks(4):
+    if not any(isinstance(mark, Lanes) for mark in chart.marks):
+        for tick in y.ticks(2 if small else 4):
             parts.append(f"<path d='M{_LEFT} {y(tick)}H{WIDTH - _RIGHT}' stroke='{theme.GRID}'/>"
                          f"<text x='{_LEFT - 5}' y='{y(tick) + 4}' text-anchor='end'>{tick:g}</text>")
-        parts.append(f"<text x='{_LEFT - 5}' y='{_TOP - 6}' text-anchor='end'>{escape(chart.y_label)}</text>")
+        parts.append(f"<text x='8' y='{y.end + 4}'>{escape(chart.y_label)}</text>")
     if not bars:
         for tick in x.ticks(7):
-            parts.append(f"<path d='M{x(tick)} {_TOP}V{HEIGHT - _BOTTOM}' stroke='{theme.GRID}'/>"
-                         f"<text x='{x(tick)}' y='{HEIGHT - _BOTTOM + 13}' text-anchor='middle'>{tick:g}</text>")
-        parts.append(f"<text x='{WIDTH - _RIGHT}' y='{HEIGHT - _BOTTOM + 26}' text-anchor='end'>"
-                     f"{escape(chart.x_label)}</text>")
+            parts.append(f"<path d='M{x(tick)} {y.end}V{y.start}' stroke='{theme.GRID}'/>"
+                         f"<text x='{x(tick)}' y='{y.start + 13}' text-anchor='middle'>{tick:g}</text>")
+        parts.append(f"<text x='8' y='{y.start + 13}'>{escape(chart.x_label)}</text>")
     return "".join(parts)
 
 
@@ -148,7 +159,7 @@ def _line(mark: Line, x: _Axis, y: _Axis) -> str:
 
 def _area(mark: StackedArea, x: _Axis, y: _Axis) -> str:
     some = _fewer(len(mark.x))
-    xs, tops = mark.x[some], np.cumsum(mark.ys[:, some], axis=0)
+    xs, tops = mark.x[some], np.minimum(np.cumsum(mark.ys[:, some], axis=0), y.high)
     if len(xs) == 1:  # one column is a bar of the whole width
         xs, tops = np.array([x.low, x.high]), np.repeat(tops, 2, axis=1)
     floor = np.zeros(len(xs))
@@ -160,18 +171,18 @@ def _area(mark: StackedArea, x: _Axis, y: _Axis) -> str:
     return "".join(parts)
 
 
-def _lanes(mark: Lanes, x: _Axis) -> str:
+def _lanes(mark: Lanes, x: _Axis, y: _Axis) -> str:
     starts = np.concatenate([[0], np.cumsum(mark.rows)])
-    height = (HEIGHT - _TOP - _BOTTOM) / starts[-1]
+    height = (y.start - y.end) / starts[-1]
     parts = []
     for lane, name in enumerate(mark.names):
-        middle = _TOP + height * (starts[lane] + mark.rows[lane] / 2)
+        middle = y.end + height * (starts[lane] + mark.rows[lane] / 2)
         parts.append(f"<text x='{_LEFT - 5}' y='{middle + 4:.1f}' text-anchor='end'>{escape(name)}</text>")
     for index in range(len(mark.lane)):
         role = mark.roles[int(mark.kind[index])]
         left, right = x(mark.start[index]), x(mark.end[index])
         thin = 0.5 if role == "waiting" else 0.84
-        top = _TOP + height * (starts[int(mark.lane[index])] + mark.row[index] + (1 - thin) / 2)
+        top = y.end + height * (starts[int(mark.lane[index])] + mark.row[index] + (1 - thin) / 2)
         text = f"<title>{escape(mark.texts[index])}</title>" if mark.texts else ""
         parts.append(_filled(f"<rect x='{left:g}' y='{top:.1f}' width='{max(0.6, right - left):.1f}' "
                              f"height='{height * thin:.1f}'", role, text))
@@ -190,7 +201,7 @@ def _bars(mark: Bars, y: _Axis) -> str:
             floor += value
         middle = left + 0.3 * slot
         parts.append(f"<text x='{middle:.1f}' y='{y(floor) - 3}' text-anchor='middle'>{floor:.3g}</text>"
-                     f"<text x='{middle:.1f}' y='{HEIGHT - _BOTTOM + 13}' text-anchor='middle'>{escape(name)}</text>")
+                     f"<text x='{middle:.1f}' y='{y.start + 13}' text-anchor='middle'>{escape(name)}</text>")
     return "".join(parts)
 
 
@@ -201,10 +212,8 @@ def _filled(shape: str, role: str, inside: str = "") -> str:
 
 
 def _legend(roles: list[str]) -> str:
-    parts, left = [], float(_LEFT)
-    for role in dict.fromkeys(roles):
-        text = theme.label(role)
-        parts.append(_filled(f"<rect x='{left:.0f}' y='22' width='9' height='9'", role)
-                     + f"<text x='{left + 12:.0f}' y='31' font-size='10'>{escape(text)}</text>")
-        left += 19 + 5.0 * len(text)
-    return "".join(parts)
+    """One line of text, so that entries follow each other in whatever font there is."""
+    entries = "".join(f"<tspan fill='{theme.color(role)}' dx='{9 * (index > 0)}'>"
+                      f"{'▨' if role in theme.HATCHED else '■'}</tspan> {escape(theme.label(role))}"
+                      for index, role in enumerate(dict.fromkeys(roles)))
+    return f"<text x='8' y='31' font-size='10'>{entries}</text>"

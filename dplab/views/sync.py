@@ -16,7 +16,7 @@ KEPT_STEPS = 32
 """Steps of a rank that wait for the other ranks' files to be read."""
 ROLES = ("forward", "backward", "step_optimizer", "waiting", "reduce", "gather", "exposed")
 _WORK_ROLE = {"forward": "forward", "backward": "backward", "optimizer": "step_optimizer"}
-DEFINITION = "overlap = 1 - exposed / total: the share of communication time in which this rank was not kept waiting"
+DEFINITION = "overlap = 1 - exposed / total: the share of communication time in which the ranks went on computing"
 
 
 @dataclass
@@ -65,7 +65,7 @@ class SyncPanel:
             return Chart(key="sync", title="Gradient synchronisation", x_label="ms", y_label="", marks=(mark,))
         overlap = self.overlap()
         note = "nothing was sent in this step" if overlap is None else f"overlap {100 * overlap:.0f} %; {DEFINITION}"
-        return Chart(key="sync", title=f"Gradient synchronisation, step {steps[0].index}", x_label="ms in the step",
+        return Chart(key="sync", title=f"Gradient synchronisation, step {steps[0].index}", x_label="ms",
                      y_label="", marks=(lanes(steps),), note=note)
 
     def _latest(self) -> list[Step]:

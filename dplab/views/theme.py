@@ -7,7 +7,7 @@ from __future__ import annotations
 
 ROLES: dict[str, tuple[str, str]] = {
     # role: (colour, label)
-    "loss": ("#0072B2", "loss, mean over ranks"),
+    "loss": ("#0072B2", "mean over ranks"),
     "loss_smooth": ("#D55E00", "smoothed"),
     "compute": ("#56B4E9", "compute"),
     "exposed": ("#D55E00", "exposed sync"),
@@ -15,9 +15,9 @@ ROLES: dict[str, tuple[str, str]] = {
     "forward": ("#56B4E9", "forward"),
     "backward": ("#0072B2", "backward"),
     "step_optimizer": ("#009E73", "optimizer"),
-    "waiting": ("#B8B8B8", "filled, not yet sent"),
-    "reduce": ("#E69F00", "gradients on the wire"),
-    "gather": ("#CC79A7", "parameters on the wire"),
+    "waiting": ("#B8B8B8", "waiting"),
+    "reduce": ("#E69F00", "gradients"),
+    "gather": ("#CC79A7", "parameters"),
     "params": ("#0072B2", "params"),
     "grads": ("#E69F00", "grads"),
     "optimizer": ("#009E73", "optimizer"),

@@ -84,7 +84,7 @@ class Board(anywidget.AnyWidget):
             run = attach(run)
         self.run = run
         self.live = frontend.watched() if live is None else live
-        self.frozen = False
+        self.frozen = self.closed = False
         self.problem: str | None = None
         """why the run's files could not be read the last time, None where they could"""
         self._fold = Fold(run.spec.world_size)
@@ -94,7 +94,7 @@ class Board(anywidget.AnyWidget):
         self._guard = threading.RLock()  # the fold is read by cells and fed by the thread
         self._ticker: Ticker | None = None
         self._display_id = f"dplab-{uuid.uuid4().hex}"
-        self._closed = self._stop_asked = self._keyframe_asked = False
+        self._stop_asked = self._keyframe_asked = False
         self._heard_at = self._keyframe_at = self._drawn_at = time.monotonic()
         self._read()
         content, data = self._feed.message(self._status(), keyframe=True)
@@ -112,12 +112,14 @@ class Board(anywidget.AnyWidget):
         """The board in words."""
         with self._guard:
             text = self._fold.summary(self._title(), rank)
-        return f"{text}\n  {self.problem}" if self.problem else text
+        problem = self.problem or self.run.failure
+        return f"{text}\n  {problem}" if problem else text
 
     def svg(self, rank: int = 0) -> str:
         """The board as a still picture."""
         with self._guard:
-            return svg(self._fold.charts(rank), title=self._title())
+            *three, memory, utilization = self._fold.charts(rank)
+            return svg([*three, (memory, utilization)], title=self._title())
 
     def figures(self, rank: int = 0) -> list[Any]:
         """The board's charts as plotly figures, to hover and zoom."""
@@ -132,7 +134,7 @@ class Board(anywidget.AnyWidget):
     def _repr_mimebundle_(self, **_: Any) -> dict[str, Any]:
         self._drawn_at = time.monotonic()
         bundle = {"text/plain": self.summary(), "image/svg+xml": self.svg()}
-        if self.live and not self.frozen and not self._closed:
+        if self.live and not self.frozen and not self.closed:
             bundle["application/vnd.jupyter.widget-view+json"] = {
                 "version_major": 2, "version_minor": 0, "model_id": self.model_id}
         return bundle
@@ -148,7 +150,7 @@ class Board(anywidget.AnyWidget):
         if over and not self.frozen:
             self._end()
         frontend.show(self._repr_mimebundle_(), self._display_id)
-        if self.frozen or self._closed:
+        if self.frozen or self.closed:
             return
         if self.live:
             self._start()
@@ -166,15 +168,14 @@ class Board(anywidget.AnyWidget):
 
     def freeze(self) -> None:
         """Puts a still picture of this moment in the board's place. The run goes on; nothing else does."""
-        if self.frozen or self._closed:
+        if self.frozen or self.closed:
             return
         self._read()
         self._end(show=True)
 
     def close(self) -> None:
         """Ends the thread and the comm; the run goes on. A closed board can still be asked for its summary."""
-        self._closed = True
-        frontend.cells().forget(self)
+        self.closed = True
         if self._ticker is not None:
             self._ticker.ended = True
             self._ticker.wake.set()
@@ -215,7 +216,7 @@ class Board(anywidget.AnyWidget):
         return f"{label}{spec.strategy or 'own strategy'}, {ranks}, {self.run.state}"
 
     def _status(self) -> dict[str, Any]:
-        return {"state": self.run.state, "problem": self.problem, "title": self._title()}
+        return {"state": self.run.state, "problem": self.problem or self.run.failure, "title": self._title()}
 
     def _spec(self) -> dict[str, Any]:
         spec = self.run.spec
@@ -235,11 +236,11 @@ class Board(anywidget.AnyWidget):
         began = time.monotonic()
         if self._stop_asked:
             self._stop_asked = False
-            self.run.stop()
+            self.run.request_stop()
         self._read()
         if self._over():
-            if not self._closed:
-                self._send(keyframe=True)
+            if not self.closed:
+                self._transmit(keyframe=True)
                 self._end(show=True)
             return None
         cells = frontend.cells()
@@ -248,11 +249,11 @@ class Board(anywidget.AnyWidget):
             return None  # a hello starts a new thread
         period = _QUIET_PERIOD_S if quiet > _QUIET_S else self._period
         keyframe = self._keyframe_asked or quiet > _QUIET_S or began - self._keyframe_at > _KEYFRAME_S
-        self._send(keyframe=keyframe)
+        self._transmit(keyframe=keyframe)
         # a kernel that needs long for a tick is busy with something better
         return max(period, 4 * (time.monotonic() - began))
 
-    def _send(self, *, keyframe: bool) -> None:
+    def _transmit(self, *, keyframe: bool) -> None:
         with self._guard:
             content, data = self._feed.message(self._status(), keyframe=keyframe)
         if keyframe:
@@ -267,7 +268,7 @@ class Board(anywidget.AnyWidget):
             self._keyframe_asked = True
         elif kind == "stop":
             self._stop_asked = True
-        if kind in ("hello", "stop") and not self._closed:
+        if kind in ("hello", "stop") and not self.closed:
             self._start()
             if self._ticker is not None:
                 self._ticker.wake.set()

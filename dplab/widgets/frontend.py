@@ -16,27 +16,24 @@ class Cells:
     def __init__(self) -> None:
         self.running = True  # made by a cell
         self.ended_at = 0.0
-        self._finished: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._boards: weakref.WeakSet[Any] = weakref.WeakSet()
         shell = get_ipython()
         if shell is not None:
             shell.events.register("pre_run_cell", self._begin)
             shell.events.register("post_run_cell", self._end)
 
     def after_each(self, board: Any) -> None:
-        """Calls `board.after_cell()` on the main thread after every cell, for as long as the board lives."""
-        self._finished.add(board)
-
-    def forget(self, board: Any) -> None:
-        """Undoes `after_each`."""
-        self._finished.discard(board)
+        """Calls `board.after_cell()` on the main thread after every cell, until the board is frozen or closed."""
+        self._boards.add(board)
 
     def _begin(self, *_: Any) -> None:
         self.running = True
 
     def _end(self, *_: Any) -> None:
         self.running, self.ended_at = False, time.monotonic()
-        for board in list(self._finished):
-            board.after_cell()
+        for board in list(self._boards):
+            if not (board.frozen or board.closed):
+                board.after_cell()
 
 
 _cells: Cells | None = None
