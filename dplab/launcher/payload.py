@@ -10,15 +10,17 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import io
 import linecache
 import os
 import re
 import sys
 import threading
+from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import FunctionType, ModuleType
-from typing import Any
+from types import CodeType, FunctionType, ModuleType
+from typing import Any, ClassVar
 
 import cloudpickle  # type: ignore[import-untyped]
 
@@ -30,6 +32,17 @@ Function = Callable[..., Any] | str
 _NAME = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 _BY_VALUE = threading.Lock()
 """cloudpickle's list of modules that travel by value is one for the process."""
+
+
+def _reduce_code(code: CodeType) -> tuple[Any, ...]:
+    make, values = cloudpickle.Pickler.dispatch_table[CodeType](code)
+    return make, tuple(code.co_filename if value == "<dynamic-code>" else value for value in values)
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """cloudpickle's, but code keeps the name of its file, which tracebacks show (3.1.3 blanks it)."""
+
+    dispatch_table: ClassVar[Any] = ChainMap({CodeType: _reduce_code}, cloudpickle.Pickler.dispatch_table)
 
 
 def function_name(function: Function) -> str:
@@ -53,7 +66,9 @@ def encode(function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -
         if module is not None:
             cloudpickle.register_pickle_by_value(module)
         try:
-            return bytes(cloudpickle.dumps((function, tuple(args), dict(kwargs), _sources())))
+            stream = io.BytesIO()
+            _Pickler(stream).dump((function, tuple(args), dict(kwargs), _sources()))
+            return stream.getvalue()
         except Exception as error:  # pickling runs any class's own code, which may raise anything
             where = _culprit("the function", function) or next(
                 (found for name, value in [*((f"args[{i}]", value) for i, value in enumerate(args)),

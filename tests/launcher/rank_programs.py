@@ -158,3 +158,19 @@ def record_megabytes() -> None:
         for _ in range(200):
             events.gauge("filler", text="x" * 1000)
         events.flush()
+
+
+def record_a_little() -> None:
+    """Two steps of known length."""
+    from dplab.telemetry import recorder
+
+    events, (rank, _) = recorder.current(), place()
+    start = recorder.now()
+    for step in range(2):
+        events.step = step
+        t0 = start + step * 4_000_000
+        events.span("collective", "all_reduce", t0, t0 + 2_000_000, purpose="grads", bytes=4000, exposed=1_000_000)
+        events.span("collective", "broadcast", t0, t0 + 2_000_000, purpose="init", bytes=99, exposed=7_000_000)
+        events.gauge("loss", value=1.0 / (step + 1))
+        events.gauge("memory", params=100 + rank)
+        events.span("step", "train", t0, t0 + 3_000_000, micro_batches=1, moved=True)
