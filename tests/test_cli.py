@@ -127,14 +127,19 @@ def test_lab_without_jupyterlab_says_what_to_install(capsys, monkeypatch):
     assert err == "dplab: JupyterLab is not installed; pip install 'dplab[lab]', then dplab lab again\n"
 
 
-def test_lab_starts_jupyterlab_on_the_notebooks_and_passes_the_rest_on(capsys, monkeypatch):
+def test_lab_becomes_jupyterlab_on_the_notebooks_and_passes_the_rest_on(capsys, monkeypatch):
     from dplab import resources
 
     started = []
-    monkeypatch.setattr(subprocess, "run", lambda command, **_: started.append(command) or
-                        subprocess.CompletedProcess(command, 0))
-    status, _, _ = said(capsys, "lab", "--no-browser", "--port", "8890")
-    assert status == 0
+
+    def become(program, command):
+        started.append(command)
+        raise SystemExit(0)
+
+    monkeypatch.setattr(os, "execv", become)
+    with pytest.raises(SystemExit):
+        main(["lab", "--no-browser", "--port", "8890", "--json"])
+    assert json.loads(capsys.readouterr().out)["folder"] == str(resources.folder("notebooks"))
     (command,) = started
     assert command[1:3] == ["-m", "jupyterlab"]
     assert command[-1] == str(resources.folder("notebooks"))

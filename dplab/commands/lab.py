@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
 import os
-import subprocess
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 from dplab.commands.base import Answer, Verbs, verb
 from dplab.errors import UsageError
@@ -24,7 +25,7 @@ def add(verbs: Verbs) -> None:
 
 
 def lab(args: argparse.Namespace) -> Answer:
-    """Lays the notebooks where there is no checkout, then becomes a JupyterLab until it ends."""
+    """Lays the notebooks where there is no checkout, then becomes JupyterLab."""
     from dplab.resources import NOTEBOOKS, folder, is_checkout, lay_notebooks
 
     here, said = Path.cwd(), []
@@ -45,6 +46,13 @@ def lab(args: argparse.Namespace) -> Answer:
     if hasattr(os, "geteuid") and os.geteuid() == 0 and "--allow-root" not in options:
         said.append("running as root (as in a container): JupyterLab is started with --allow-root")
         options.append("--allow-root")
-    print("\n".join(said), file=sys.stderr)
-    command = [sys.executable, "-m", "jupyterlab", *options, str(target)]
-    return Answer(data, "", status=subprocess.run(command, check=False).returncode)
+    for line in said:
+        print(line, file=sys.stderr, flush=True)
+    if args.json:
+        print(json.dumps(data), flush=True)
+    _become([sys.executable, "-m", "jupyterlab", *options, str(target)])
+
+
+def _become(command: list[str]) -> NoReturn:
+    """No child: whoever ends this process ends JupyterLab, and Ctrl-C is JupyterLab's to answer."""
+    os.execv(command[0], command)
