@@ -31,8 +31,8 @@ def svg(cells: Sequence[Chart | tuple[Chart, Chart]], *, title: str = "", column
     width, height = WIDTH * columns, head + HEIGHT * rows
     charts = [chart for cell in cells for chart in (cell if isinstance(cell, tuple) else (cell,))]
     alt = escape(". ".join([title, *(f"{chart.title}: {chart.note}" for chart in charts)]), quote=True)
-    parts = [f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {width} {height}' width='{width}' "
-             f"height='{height}' role='img' aria-label='{alt}' {_FONT} font-size='11' fill='{theme.TEXT}'>", _HATCH]
+    parts = [f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {width} {height}' width='100%' "
+             f"style='max-width:{width}px' role='img' aria-label='{alt}' {_FONT} font-size='11' fill='{theme.TEXT}'>", _HATCH]
     if title:
         parts.append(f"<text x='8' y='17' font-size='14' font-weight='600'>{escape(title)}</text>")
     for index, cell in enumerate(cells):
@@ -213,7 +213,7 @@ def _filled(shape: str, role: str, inside: str = "") -> str:
 
 def _legend(roles: list[str]) -> str:
     """One line of text, so that entries follow each other in whatever font there is."""
-    entries = "".join(f"<tspan fill='{theme.color(role)}' dx='{9 * (index > 0)}'>"
+    entries = "".join(f"<tspan fill='{theme.color(role)}' dx='{4 * (index > 0)}'>"
                       f"{'▨' if role in theme.HATCHED else '■'}</tspan> {escape(theme.label(role))}"
                       for index, role in enumerate(dict.fromkeys(roles)))
     return f"<text x='8' y='31' font-size='10'>{entries}</text>"

@@ -14,6 +14,8 @@ from dplab.views.steps import WORK, Step
 
 KEPT_STEPS = 32
 """Steps of a rank that wait for the other ranks' files to be read."""
+WIRE_ROWS = 2
+"""Fixed, so that the picture keeps its shape from step to step; what needs more overlaps."""
 ROLES = ("forward", "backward", "step_optimizer", "waiting", "reduce", "gather", "exposed")
 _WORK_ROLE = {"forward": "forward", "backward": "backward", "optimizer": "step_optimizer"}
 DEFINITION = "overlap = 1 - exposed / total: the share of communication time in which the ranks went on computing"
@@ -86,19 +88,20 @@ def lanes(steps: list[Step]) -> Lanes:
             if span.kind in WORK:
                 bars.add((len(rows), 0), max(span.t0, step.t0), min(span.t1, step.t1), _WORK_ROLE[span.kind],
                          f"rank {step.rank}, {span.kind}")
-        rows += [1, _add_wire(bars, len(rows) + 1, step)]
+        _add_wire(bars, len(rows) + 1, step)
+        rows += [1, WIRE_ROWS]
     columns = np.array(bars.bars, dtype=np.float64).reshape(-1, 5).T
     return Lanes(names=tuple(names), rows=tuple(rows), roles=ROLES, lane=columns[0], row=columns[1],
                  start=columns[2], end=columns[3], kind=columns[4], texts=tuple(bars.texts))
 
 
-def _add_wire(bars: _Bars, lane: int, step: Step) -> int:
-    """Adds a step's collectives, each in the first row that is free, and tells how many rows that took."""
-    free: list[int] = []
-    for span in sorted(step.sync(), key=_begin):
+def _add_wire(bars: _Bars, lane: int, step: Step) -> None:
+    """Adds a step's collectives, each in the row that is free first; the shorter of two that begin together on top."""
+    free = [0] * WIRE_ROWS
+    for span in sorted(step.sync(), key=lambda span: (_begin(span), -span.t1)):
         begin = max(_begin(span), step.t0)
-        row = next((row for row, end in enumerate(free) if end <= begin), len(free))
-        free[row:row + 1] = [span.t1]
+        row = next((row for row, end in enumerate(free) if end <= begin), free.index(min(free)))
+        free[row] = max(free[row], span.t1)
         bucket = span.attrs.get("bucket")
         what = f"rank {step.rank}, {span.name}" + (f", bucket {bucket}" if bucket is not None else "")
         issued, end = max(span.t0, step.t0), min(span.t1, step.t1)
@@ -108,7 +111,6 @@ def _add_wire(bars: _Bars, lane: int, step: Step) -> int:
         exposed = min(span.attrs.get("exposed", 0), end - issued)
         if exposed > 0:
             bars.add((lane, row), end - exposed, end, "exposed", f"{what}, exposed")
-    return max(1, len(free))
 
 
 def _begin(span: Event) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 ROLES: dict[str, tuple[str, str]] = {
     # role: (colour, label)
-    "loss": ("#0072B2", "mean over ranks"),
+    "loss": ("#56B4E9", "mean over ranks"),
     "loss_smooth": ("#D55E00", "smoothed"),
     "compute": ("#56B4E9", "compute"),
     "exposed": ("#D55E00", "exposed sync"),

@@ -79,7 +79,7 @@ class Plot {
 
   axes([x0, x1], [y0, y1], { yTicks = 4, xTicks = 6, unit = "" } = {}) {
     if (!(x1 > x0)) { x0 -= 0.5; x1 += 0.5; }
-    if (!(y1 > y0)) { y0 -= 0.5; y1 += 0.5; }
+    if (y1 === y0) { y0 -= 0.5; y1 += 0.5; }
     const right = this.width - RIGHT, bottom = this.height - BOTTOM;
     this.x = (value) => LEFT + (value - x0) / (x1 - x0) * (right - LEFT);
     this.y = (value) => bottom - (value - y0) / (y1 - y0) * (bottom - TOP);
@@ -92,9 +92,10 @@ class Plot {
       c.fillText(short(tick), LEFT - 5, this.y(tick));
     }
     c.textAlign = "center"; c.textBaseline = "top";
+    const room = right - c.measureText(unit).width - 14;
     for (const tick of ticks(x0, x1, xTicks)) {
       c.moveTo(this.x(tick), TOP); c.lineTo(this.x(tick), bottom);
-      if (this.x(tick) < right - 34) c.fillText(short(tick, 5), this.x(tick), bottom + 5);
+      if (this.x(tick) < room) c.fillText(short(tick, 5), this.x(tick), bottom + 5);
     }
     c.textAlign = "right"; c.fillText(unit, right, bottom + 5);
     c.stroke();
@@ -102,7 +103,7 @@ class Plot {
 
   line(role, xs, ys, faint) {
     const c = this.context;
-    c.strokeStyle = this.roles[role][0]; c.lineWidth = faint ? 1 : 2; c.globalAlpha = faint ? 0.55 : 1;
+    c.strokeStyle = this.roles[role][0]; c.lineWidth = faint ? 1 : 2; c.globalAlpha = faint ? 0.8 : 1;
     c.beginPath();
     let pen = false;
     for (let i = 0; i < xs.length; i++) {
@@ -277,7 +278,7 @@ const PANELS = {
       const held = store.series.get(`memory/${rank}`);
       if (!held || !held.rows) return false;
       const used = MEMORY.filter((name) => held[name].some((value) => value > 0));
-      plot.axes([held.seconds[0], held.seconds[held.rows - 1]], [0, 1.1 * range(held.total)[1]], { unit: "MB over s" });
+      plot.axes(seconds(store, rank), [0, 1.1 * range(held.total)[1]], { unit: "MB over s" });
       plot.stack(used, held.seconds, used.map((name) => held[name]));
       plot.inspect = (x) => {
         const i = nearest(held.seconds, plot.xInverse(x));
@@ -301,7 +302,7 @@ const PANELS = {
       const held = store.series.get(`utilization/${rank}`), known = measured(store, rank);
       if (!known.length) return false;
       const top = Math.max(100, ...known.map((name) => range(held[name])[1]));
-      plot.axes([held.seconds[0], held.seconds[held.rows - 1]], [0, 1.08 * top], { yTicks: 2, unit: "% over s" });
+      plot.axes(seconds(store, rank), [0, 1.08 * top], { yTicks: 2, unit: "% over s" });
       for (const name of known) plot.line(name, held.seconds, held[name]);
       plot.inspect = (x) => {
         const i = nearest(held.seconds, plot.xInverse(x));
@@ -315,6 +316,12 @@ const PANELS = {
 function measured(store, rank) {
   const held = store.series.get(`utilization/${rank}`);
   return held ? GAUGES.filter((name) => held[name].some((value) => isFinite(value))) : [];
+}
+
+// Memory and utilization stand below each other: one time axis.
+function seconds(store, rank) {
+  const held = [store.series.get(`memory/${rank}`), store.series.get(`utilization/${rank}`)].filter((one) => one && one.rows);
+  return [0, Math.max(...held.map((one) => one.seconds[one.rows - 1]))];
 }
 
 // ---- page ----------------------------------------------------------------------------------------------------------
@@ -373,7 +380,10 @@ function header(spec, send, redraw) {
   rank.addEventListener("change", redraw);
   const stop = node("button", "", "Stop run");
   stop.title = "the same as run.stop() in a cell";
-  stop.addEventListener("click", () => { send({ type: "stop" }); stop.textContent = "stopping …"; stop.disabled = true; });
+  stop.addEventListener("click", () => {
+    send({ type: "stop" });
+    stop.textContent = "stopping …"; stop.disabled = true;
+  });
   root.append(state, facts, problem, rank, stop);
   const update = (status) => {
     state.textContent = status.state; state.dataset.state = status.state;
@@ -381,7 +391,11 @@ function header(spec, send, redraw) {
       ["strategy", spec.strategy], ["ranks", spec.world_size], ["step", short(status.step, 6)],
       ["loss", short(status.loss, 4)], ["tokens/s", short(status.tokens_per_s)],
       ["overlap", status.overlap == null ? "–" : `${Math.round(100 * status.overlap)} %`],
-    ].map(([name, value]) => { const fact = node("span", "", `${name} `); fact.append(node("b", "", value)); return fact; }));
+    ].map(([name, value]) => {
+      const fact = node("span", "", `${name} `);
+      fact.append(node("b", "", value));
+      return fact;
+    }));
     problem.textContent = status.problem || "";
     if (spec.final.includes(status.state)) stop.hidden = true;
   };

@@ -1,0 +1,46 @@
+"""A run without processes: its reader hands out what a test has emitted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from dplab.errors import RunError
+from dplab.specs import RunSpec
+from dplab.telemetry.events import Event
+
+
+class FakeReader:
+    """Hands out the events of its run once; raises what the run was told to raise."""
+
+    def __init__(self, run: FakeRun) -> None:
+        self._run = run
+        self._taken = 0
+
+    def poll(self) -> list[Event]:
+        if self._run.broken:
+            raise RunError(self._run.broken)
+        fresh = self._run.emitted[self._taken:]
+        self._taken += len(fresh)
+        return fresh
+
+
+class FakeRun:
+    """State, failure, spec, path, reader and stop of a run."""
+
+    def __init__(self, world_size: int = 2, *, state: str = "running", events: list[Event] | None = None) -> None:
+        self.spec = RunSpec(function="tests:none", world_size=world_size, strategy="zero2")
+        self.path = Path(f"/nowhere/run-{id(self)}")
+        self.state = state
+        self.emitted: list[Event] = list(events or [])
+        self.broken: str | None = None
+        self.failure: str | None = None
+        self.stops = 0
+
+    def reader(self) -> FakeReader:
+        return FakeReader(self)
+
+    def request_stop(self) -> None:
+        self.stops += 1
+
+    def stop(self) -> None:
+        self.request_stop()
