@@ -50,7 +50,7 @@ def lab(args: argparse.Namespace) -> Answer:
         print(line, file=sys.stderr, flush=True)
     if args.json:
         print(json.dumps(data), flush=True)
-    _become([sys.executable, "-m", "jupyterlab", *options, str(target)])
+    return _become([sys.executable, "-m", "jupyterlab", *options, str(target)])
 
 
 def _become(command: list[str]) -> NoReturn:
