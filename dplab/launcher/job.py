@@ -9,7 +9,7 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from dplab.telemetry.process import Identity
+from dplab.telemetry.process import LINUX, Identity
 from dplab.telemetry.rundir import RunDirectory
 
 RANK_VARIABLES = (
@@ -61,7 +61,7 @@ class Job:
         environ = {name: value for name, value in self.environ.items() if name not in RANK_VARIABLES}
         # One host: processes find each other through a file and talk over loopback, whatever the host's name is.
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-            environ.setdefault(name, "lo")
+            environ.setdefault(name, "lo" if LINUX else "lo0")
         environ["OMP_NUM_THREADS"] = str(self.threads)
         environ |= {
             "RANK": str(rank), "WORLD_SIZE": str(self.world_size),

@@ -5,11 +5,10 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
-import sys
 import threading
 import time
 
-LINUX = sys.platform.startswith("linux")
+from dplab.telemetry.process import LINUX
 
 _PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 1, 15, 36
 

@@ -43,6 +43,6 @@ class Sampling:
     def _open(self) -> list[tuple[EventFile, utilization.Sampler]]:
         gpus = utilization.Gpus()  # after the last fork: NVML's handles stay out of the ranks
         visible = utilization.visible_gpus(self._job.environ, len(gpus))
-        sources = utilization.describe(utilization.sources())
+        sources = utilization.describe(utilization.sources(gpus))
         return [(EventFile(self._job.rank_directory(rank) / "utilization.jsonl", rank, sources=sources),
                  utilization.Sampler(pid, rank, gpus, visible)) for rank, pid in enumerate(self._pids)]

@@ -16,9 +16,8 @@ from collections.abc import Mapping
 
 from dplab.errors import RunError
 from dplab.launcher.job import Job
-from dplab.launcher.linux import LINUX
 from dplab.launcher.supervisor import package_path
-from dplab.telemetry.process import Identity
+from dplab.telemetry.process import LINUX, Identity
 
 _IMPORT_TIME = ("LD_", "PYTHON", "TORCH", "PYTORCH", "MKL_", "KMP_", "OMP_", "GOMP_", "OPENBLAS_", "ATEN_", "DNNL_",
                 "ONEDNN_", "MALLOC_")
@@ -82,8 +81,8 @@ class WarmParent:
         self._drop()
         self._environ = _import_time(environ)
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "dplab.launcher.warm"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL, start_new_session=True,
+            [sys.executable, "-P", "-m", "dplab.launcher.warm", str(os.getpid())], stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
             # One thread: a pool of numpy's would not come along into the ranks.
             env={**environ, "PYTHONPATH": package_path(environ), "OPENBLAS_NUM_THREADS": "1"})
         assert process.stdin is not None

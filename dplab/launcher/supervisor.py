@@ -48,6 +48,7 @@ class Supervisor:
         self._live: dict[int, int] = {}  # pid -> rank
         self._ends: list[RankEnd] = []
         self._left: dict[int, float] = {}  # rank -> when its result or error was first seen
+        self._hurried: set[int] = set()
         self._reason: str | None = None
         self._stop_requested = False
         self._stop_grace = float("inf")
@@ -118,7 +119,7 @@ class Supervisor:
         error = read_json(directory / "error.json")
         when = time.monotonic_ns() if error is None else int(error["time"])
         end = RankEnd(rank=rank, status=status, time=when, error=error,
-                      returned=(directory / "result.pkl").exists(),
+                      returned=(directory / "result.pkl").exists(), hurried=rank in self._hurried,
                       forced=self._termed_ns is not None and when >= self._termed_ns)
         self._ends.append(end)
         if end.failed:
@@ -154,6 +155,7 @@ class Supervisor:
                 if failed and since == now:
                     self._end_soon(SETTLE_SECONDS)
                 if now - since > LEAVE_SECONDS:
+                    self._hurried.add(rank)
                     os.kill(pid, signal.SIGKILL)
 
     def _end_soon(self, seconds: float) -> None:
@@ -219,6 +221,9 @@ def main(job: Job, start_rank: StartRank) -> NoReturn:
         try:
             supervisor.run()
             status = 0
+        except OSError as error:  # a full disk, no process to be had
+            traceback.print_exc()
+            supervisor.fail(f"its supervisor could not go on: {error}; free what is short there and launch again")
         except BaseException:
             traceback.print_exc()
             supervisor.fail("the supervisor failed:\n" + traceback.format_exc())

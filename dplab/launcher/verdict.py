@@ -22,10 +22,14 @@ class RankEnd:
     forced: bool = False
     """the supervisor had told it to end by then"""
 
+    hurried: bool = False
+    """it hung on its way out, its result or error on disk, and was killed for that"""
+
     @property
     def failed(self) -> bool:
         """It ended, unforced, without a result."""
-        return not self.forced and not (self.returned and self.status == 0)
+        left_well = self.returned and self.error is None and (self.status == 0 or self.hurried)
+        return not self.forced and not left_well
 
     @property
     def tells_of_a_peer(self) -> bool:

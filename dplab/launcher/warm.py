@@ -76,8 +76,8 @@ def start(job: Job) -> None:
 
 
 def main() -> None:
-    """Entry of the process; the launching process is its parent."""
-    launcher = os.getppid()
+    """Entry of the process. Its argument is the launching process, which may be gone before this line."""
+    launcher = int(sys.argv[1])
     linux.name_process("dplab-warm")
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps supervisors: no zombie waits for us
     preload()

@@ -1,8 +1,8 @@
 """The rank: puts on the launch's surroundings, runs the function, leaves its result or the reason of its failure.
 
 A rank is forked from a preloaded parent (through the supervisor) or, on the cold path, a fresh interpreter;
-from `main` on both are the same. Order at the end: result on disk, process group down, events on disk, the
-program's own threads and exit functions, then `os._exit`.
+from `main` on both are the same. Order at the end: the program's own threads, result on disk, process group
+down, events on disk, exit functions, then `os._exit`. From the result on the supervisor waits only so long.
 """
 
 from __future__ import annotations
@@ -91,12 +91,12 @@ def _work(job: Job, rank: int) -> None:
         if exit_.code not in (None, 0):
             raise
     events.phase("returned")
-    payload.save_result(directory / "result.pkl", rank, result)
-    _leave_group()
-    events.close()
     for thread in threading.enumerate():
         if thread is not threading.current_thread() and not thread.daemon:
             thread.join()
+    payload.save_result(directory / "result.pkl", rank, result)
+    _leave_group()
+    events.close()
     atexit._run_exitfuncs()
 
 

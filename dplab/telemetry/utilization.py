@@ -36,9 +36,9 @@ _PROCESS_SOURCES = (Source("cpu", "percent of one core"), Source("private", "byt
 _GPU_UNITS = {"gpu": "percent", "gpu_memory": "bytes", "power": "watts", "temperature": "degrees Celsius"}
 
 
-def sources() -> dict[str, Source]:
+def sources(gpus: Gpus | None = None) -> dict[str, Source]:
     """Every quantity that the gauges know, each with the reason where this machine cannot tell it."""
-    return {source.name: source for source in (*_PROCESS_SOURCES, *Gpus().sources)}
+    return {source.name: source for source in (*_PROCESS_SOURCES, *(Gpus() if gpus is None else gpus).sources)}
 
 
 class Gpus:

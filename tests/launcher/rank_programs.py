@@ -174,3 +174,66 @@ def record_a_little() -> None:
         events.gauge("loss", value=1.0 / (step + 1))
         events.gauge("memory", params=100 + rank)
         events.span("step", "train", t0, t0 + 3_000_000, micro_batches=1, moved=True)
+
+
+def hang_at_exit() -> int:
+    """Returns, and then never ends."""
+    import atexit
+    import threading
+
+    atexit.register(threading.Event().wait)
+    return place()[0]
+
+
+def save_in_a_thread(path: str) -> None:
+    """Returns while a thread of its own still writes."""
+    import threading
+
+    def save() -> None:
+        time.sleep(0.2)
+        Path(path).write_text("all of it")
+
+    threading.Thread(target=save).start()
+
+
+class Numbers:
+    """A dataset whose items are recorded where they are made."""
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> int:
+        from dplab.telemetry import recorder
+
+        recorder.current().gauge("from a worker", index=index)
+        return index
+
+
+def load_with_workers() -> list[int]:
+    from torch.utils.data import DataLoader
+
+    return [int(number) for number in DataLoader(Numbers(), batch_size=None, num_workers=2)]
+
+
+def load_for_ever() -> None:
+    from torch.utils.data import DataLoader
+
+    loader = DataLoader(Numbers(), batch_size=None, num_workers=1, persistent_workers=True)
+    while True:
+        for _ in loader:
+            (here() / "ready").touch()
+
+
+def on_the_gpu() -> float:
+    import torch
+
+    return float(torch.arange(4.0, device="cuda").sum())
+
+
+def busy_gpu() -> None:
+    import torch
+
+    matrix = torch.ones(1000, 1000, device="cuda")
+    while True:
+        float((matrix @ matrix).sum())
+        (here() / "ready").touch()
