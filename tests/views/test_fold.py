@@ -1,0 +1,80 @@
+"""The whole board from events: live and replayed alike, in words, at any cut."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dplab.telemetry.events import Event
+from dplab.views.fold import Fold
+from tests.views.synthetic import PERIOD, TOKENS, run_events
+
+
+def columns(fold):
+    series = [fold.loss.series, *fold.steps.series.values(), *fold.memory.series.values()]
+    return [one.rows().copy() for one in series]
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=20))
+def test_it_does_not_matter_how_the_events_are_cut_into_polls(sizes):
+    events = run_events(2, 12)
+    whole, pieces = Fold(2), Fold(2)
+    whole.feed(events)
+    start = 0
+    for size in [*sizes, len(events)]:
+        pieces.feed(events[start:start + size])
+        start += size
+    assert whole.status() == pieces.status()
+    assert whole.summary() == pieces.summary()
+    for one, other in zip(columns(whole), columns(pieces), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_status_is_that_of_the_synthetic_run():
+    fold = Fold(2)
+    fold.feed(run_events(2, 10))
+    status = fold.status()
+    assert (status.step, status.loss, status.step_ms) == (9, pytest.approx(2.1), pytest.approx(100))
+    # 20 batches; the first of them opens the interval of 9 periods
+    assert status.tokens_per_s == pytest.approx(19 * TOKENS / (9 * PERIOD / 1e3))
+    assert status.to_dict()["overlap"] == pytest.approx(1 - 16 / 60)
+
+
+def test_tokens_per_second_forget_what_is_older_than_five_seconds():
+    fold = Fold(1)
+    second = 1_000_000_000
+    fold.feed(Event("data", "loader", 0, at, at * second, at * second, {"tokens": 1000}) for at in range(10))
+    fold.feed(Event("data", "loader", 0, at, at * second, at * second, {"tokens": 10}) for at in range(10, 30))
+    assert fold.tokens_per_s() == pytest.approx(10)
+
+
+def test_nothing_yet_is_a_status_of_nothing():
+    assert set(Fold(2).status().to_dict().values()) == {None}
+
+
+def test_summary_says_the_board_in_words():
+    fold = Fold(2)
+    fold.feed(run_events(2, 10))
+    assert fold.summary("my run").splitlines() == [
+        "my run",
+        "  Loss: 3.000 at step 0, 2.100 at step 9",
+        "  Step time, rank 0: median 100.0 ms: compute 78.0, exposed sync 16.0, other 6.0 (last 50 steps, all ranks)",
+        "  Gradient synchronisation, step 9: overlap 73 %",
+        "  Memory by category, rank 0: 47.0 MB in tensors, params 16.0, grads 8.0, optimizer 16.0, buckets 2.0, "
+        "activations 5.0; whole process 300 MB",
+        "  Utilization, rank 0: CPU 97 % of one core, GPU not measurable here",
+        "  19,653 tokens/s over all ranks",
+    ]
+
+
+def test_views_need_no_torch_and_no_display():
+    check = ("import sys, dplab.views.figures, dplab.views.fold, dplab.views.svg; "
+             "print([name for name in ('torch', 'ipywidgets', 'IPython', 'anywidget') if name in sys.modules])")
+    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"

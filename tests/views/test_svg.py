@@ -1,0 +1,105 @@
+"""The still picture: well-formed, complete, small, readable without colours."""
+
+from __future__ import annotations
+
+import itertools
+import xml.etree.ElementTree as ElementTree
+
+import numpy as np
+import pytest
+
+from dplab.views import theme
+from dplab.views.figures import comparison
+from dplab.views.fold import Fold
+from dplab.views.records import Chart, Line, StackedArea
+from dplab.views.svg import svg
+from tests.views.synthetic import run_events
+
+NAMESPACE = "{http://www.w3.org/2000/svg}"
+
+
+def drawn(steps=20, world_size=2):
+    fold = Fold(world_size)
+    fold.feed(run_events(world_size, steps))
+    *three, memory, utilization = fold.charts()
+    return svg([*three, (memory, utilization)], title="a run <of> two & more")
+
+
+def test_it_is_well_formed_and_says_itself_in_words():
+    root = ElementTree.fromstring(drawn())
+    assert root.tag == f"{NAMESPACE}svg"
+    assert root.get("role") == "img"
+    assert "a run <of> two & more" in root.get("aria-label")
+    assert "overlap 73 %" in root.get("aria-label")
+    texts = "".join(root.itertext())
+    for title in ("Loss", "Step time, rank 0", "Gradient synchronisation, step 19", "Memory by category, rank 0"):
+        assert title in texts
+
+
+def test_every_bar_of_the_timeline_is_a_rectangle_at_its_place():
+    fold = Fold(2)
+    fold.feed(run_events(2, 3))
+    chart = fold.sync.chart()
+    root = ElementTree.fromstring(svg([chart], columns=1))
+    plain = [rect for rect in root.iter(f"{NAMESPACE}rect") if rect.get("fill") != "url(#hatch)"]
+    assert len(plain) == len(chart.marks[0].lane)
+    starts = np.array([float(rect.get("x")) for rect in plain])
+    widths = np.array([float(rect.get("width")) for rect in plain])
+    scale = (starts.max() - starts.min()) / np.ptp(chart.marks[0].start)
+    np.testing.assert_allclose(widths, (chart.marks[0].end - chart.marks[0].start) * scale, atol=0.2)
+
+
+def test_exposed_time_is_hatched_besides_its_colour():
+    assert "exposed" in theme.HATCHED
+    fold = Fold(1)
+    fold.feed(run_events(1, 1))
+    root = ElementTree.fromstring(svg([fold.sync.chart()], columns=1))
+    hatched = [rect for rect in root.iter(f"{NAMESPACE}rect") if rect.get("fill") == "url(#hatch)"]
+    assert len(hatched) == 2
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2, 5000])
+def test_any_length_of_run_can_be_drawn_and_is_small(steps):
+    text = drawn(steps)
+    ElementTree.fromstring(text)
+    assert "nan" not in text.lower()
+    assert len(text) < 100_000
+
+
+def test_a_flat_line_and_one_that_is_no_number_can_be_drawn():
+    x = np.arange(5.0)
+    flat = Line(role="loss", x=x, y=np.full(5, 3.0))
+    broken = Line(role="loss_smooth", x=x, y=np.array([1, np.nan, np.inf, 2, 1.0]))
+    text = svg([Chart(key="loss", title="t", x_label="", y_label="", marks=(flat, broken))])
+    ElementTree.fromstring(text)
+    assert "nan" not in text
+    assert "inf" not in text
+
+
+def test_areas_stay_below_the_top_of_a_robust_scale():
+    area = StackedArea(roles=("compute",), x=np.arange(3.0), ys=np.array([[1000.0, 10, 10]]))
+    root = ElementTree.fromstring(svg([Chart(key="steps", title="t", x_label="", y_label="", marks=(area,), y_max=20)]))
+    polygon = next(root.iter(f"{NAMESPACE}polygon"))
+    ys = [float(point.split(",")[1]) for point in polygon.get("points").split()]
+    assert min(ys) >= 44
+
+
+def test_comparison_stacks_one_bar_a_run():
+    times, memory = comparison({"ddp": run_events(2, 5), "zero2": run_events(2, 5)})
+    (bars,) = times.marks
+    np.testing.assert_allclose(bars.values, [[78, 78], [16, 16], [6, 6]])
+    assert memory.marks[0].names == ("ddp", "zero2")
+    texts = "".join(ElementTree.fromstring(svg([times, memory])).itertext())
+    assert "zero2" in texts
+    assert "47" in texts
+
+
+def test_colours_tell_neighbours_in_the_memory_stack_apart_without_hue():
+    def lightness(role):
+        red, green, blue = (int(theme.color(role)[at:at + 2], 16) / 255 for at in (1, 3, 5))
+        return 0.2126 * red ** 2.2 + 0.7152 * green ** 2.2 + 0.0722 * blue ** 2.2
+
+    always_there = ("params", "grads", "optimizer")
+    for below, above in itertools.pairwise(always_there):
+        low, high = sorted((lightness(below), lightness(above)))
+        assert (high + 0.05) / (low + 0.05) > 1.2
