@@ -9,6 +9,7 @@ Everything hangs on module and parameter hooks, so calling the model or a part o
 from __future__ import annotations
 
 import os
+import weakref
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -147,6 +148,8 @@ class Engine:
         if moved:
             self._owned.step()
         self._recorder.span("optimizer", type(self.optimizer).__name__, began, now())
+        if self._gathers is not None:
+            self._gathers.release()
         for pending in [bucket.params.publish(bucket.index) for bucket in reduction.buckets]:
             pending.wait()
         self._end_step(moved)
@@ -255,17 +258,24 @@ class Engine:
                              "engine.full_state_dict(), or read it inside engine.gathered()")
 
     def _hook_parameters(self, buckets: Sequence[Bucket]) -> None:
-        reduction = self._reduction
+        # weak: torch's garbage collector does not see through a post-accumulate hook
+        reopen, came = weakref.WeakMethod(self._reduction.reopen), weakref.WeakMethod(self._reduction.came)
 
-        def hook(bucket: Bucket, slot: int, parameter: nn.Parameter) -> None:
-            # before autograd adds to a parameter, and after
-            parameter.register_hook(lambda _grad: reduction.reopen())  # type: ignore[no-untyped-call]
-            parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                lambda _parameter: reduction.came(bucket, slot))
+        def hook(index: int, slot: int, parameter: nn.Parameter) -> None:
+            def before(_grad: torch.Tensor) -> None:
+                if (call := reopen()) is not None:
+                    call()
 
-        for bucket in buckets:
+            def after(_parameter: nn.Parameter) -> None:
+                if (call := came()) is not None:
+                    call(index, slot)
+
+            parameter.register_hook(before)  # type: ignore[no-untyped-call]
+            parameter.register_post_accumulate_grad_hook(after)  # type: ignore[no-untyped-call]
+
+        for place, bucket in enumerate(buckets):
             for slot, parameter in enumerate(bucket.parameters):
-                hook(bucket, slot, parameter)
+                hook(place, slot, parameter)
         self.optimizer.zero_grad = self.zero_grad  # type: ignore[method-assign]
         self.module.zero_grad = self.zero_grad  # type: ignore[method-assign]
 

@@ -109,10 +109,14 @@ class Gathers:
 
     def backward_ended(self) -> None:
         """Frees what is left, and remembers the order for the next time."""
-        for unit in self.units:
-            unit.reshard()
+        self.release()
         if self._seen:
             self._trace, self._seen = self._seen, []
+
+    def release(self) -> None:
+        """Frees everything: the weights are about to move."""
+        for unit in self.units:
+            unit.reshard()
 
     def holder(self, tensor: torch.Tensor) -> tuple[GatheredUnit, Sharded] | None:
         """The unit and role whose gathered storage `tensor` is a view of, if any."""

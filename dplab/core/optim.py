@@ -46,7 +46,7 @@ def make(optimizer: OptimizerLike, model: nn.Module) -> torch.optim.Optimizer:
         raise UsageError(f"optimizer {type(made).__name__} holds {len(strangers)} tensors that are no parameters of "
                          f"the model (the first has shape {tuple(strangers[0].shape)}); build it from "
                          f"model.parameters() before the model is changed or wrapped")
-    if made.state:
+    if any(float(state.get("step", 0)) > 0 or (state and "step" not in state) for state in made.state.values()):
         raise UsageError(f"optimizer {type(made).__name__} has already stepped; give parallelize a fresh one")
     return made
 
@@ -74,12 +74,20 @@ class OwnedOptimizer:
                              f"(SGD, Adam, AdamW, ...)")
         place = {parameter: (bucket, slot) for bucket in buckets for slot, parameter in enumerate(bucket.parameters)
                  if bucket.trainable}
+        # some optimizers (Adagrad) make their state at once
+        early, optimizer.state = optimizer.state, defaultdict(dict)
         self.runs: list[list[Run]] = []
         for group in optimizer.param_groups:
             places = sorted((place[p] for p in group["params"] if p in place), key=lambda at: (at[0].index, at[1]))
             runs = _merged(places) if element_wise else _whole_slots(places)
             self.runs.append(runs)
             group["params"] = [run.parameter for run in runs]
+            for run in runs:
+                first = run.bucket.parameters[run.slots[0]]
+                if first in early:
+                    optimizer.state[run.parameter] = _fresh_state(early[first], first, run.parameter)
+        # a GradScaler would otherwise fail for want of gradients before it comes to the refusal
+        optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
         optimizer.step = types.MethodType(_refuse_step, optimizer)  # type: ignore[method-assign]
 
     def step(self) -> None:
@@ -104,7 +112,8 @@ class OwnedOptimizer:
     def state_bytes(self) -> int:
         """Bytes of all state tensors that lie along a run (moments, momentum); step counters are not counted."""
         return sum(value.numel() * value.element_size() for parameter, state in self.optimizer.state.items()
-                   for value in state.values() if isinstance(value, torch.Tensor) and value.shape == parameter.shape)
+                   for key, value in state.items()
+                   if isinstance(value, torch.Tensor) and value.shape == parameter.shape and key != "step")
 
     def _split(self, run: Run) -> list[Run]:
         """Cuts a run where its slots' fates differ; every piece takes its part of the state along."""
@@ -126,6 +135,16 @@ class OwnedOptimizer:
                     key: _part(value, part, run.parameter) for key, value in state.items()}
             pieces.append(piece)
         return pieces
+
+
+def _fresh_state(state: dict[str, Any], of: torch.Tensor, like: torch.Tensor) -> dict[str, Any]:
+    """State of a parameter that has never stepped, and so is the same all over, for another one."""
+    def spread(key: str, value: Any) -> Any:
+        # a 0-dim parameter's moments have the shape of its step counter
+        along = isinstance(value, torch.Tensor) and value.shape == of.shape and key != "step"
+        return torch.full_like(like, value.flatten()[0].item()) if along and value.numel() else _own(value)
+
+    return {key: spread(key, value) for key, value in state.items()}
 
 
 def _part(value: Any, part: slice, along: torch.Tensor) -> Any:
@@ -196,7 +215,11 @@ def _probe(optimizer: torch.optim.Optimizer, group: dict[str, Any], *, cut: bool
     parameters = [nn.Parameter(matrix.view(-1)[a:b]) for a, b in cuts] if cut else [nn.Parameter(matrix)]
     trial = copy.copy(optimizer)
     trial.__dict__ = {**optimizer.__dict__, "state": defaultdict(dict)}
-    trial.param_groups = [{**{key: _own(value) for key, value in group.items()}, "params": parameters}]
+    trial.param_groups = [{**{key: _own(value) for key, value in group.items() if key != "params"},
+                           "params": parameters}]
+    first = group["params"][0] if group["params"] else None
+    if first in optimizer.state:
+        trial.state |= {p: _fresh_state(optimizer.state[first], first, p) for p in parameters}
     for turn in range(1, 4):
         slope = torch.cos(ramp * 7 * turn)
         for parameter, grad in zip(parameters, [slope.view(-1)[a:b] for a, b in cuts] if cut else [slope], strict=True):
@@ -212,3 +235,7 @@ def _own(value: Any) -> Any:
 def _refuse_step(self: torch.optim.Optimizer, *_args: Any, **_kwargs: Any) -> None:
     raise StateError(f"{type(self).__name__}.step() was called directly; call engine.step(), which reduces the "
                      f"gradients first (with a GradScaler: drop it and choose a precision in the strategy)")
+
+
+# a scheduler made before the wrap looks for its own mark and would warn that step was replaced
+_refuse_step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]

@@ -85,8 +85,8 @@ class Sharded:
         return self.full.untyped_storage().data_ptr() if self.resident else 0
 
     def publish(self, bucket: int) -> Pending:
-        """Drops what is gathered, since it is stale now; the next unshard brings the new values."""
-        self.reshard()
+        """Nothing travels: the next unshard brings the new values. What was gathered must have been let go of."""
+        assert not self.resident
         self.published += 1
         torch.autograd.graph.increment_version(self.parameters)
         return DONE

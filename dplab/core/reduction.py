@@ -79,8 +79,9 @@ class Reduction:
             bucket.expect()
         self.recorder.phase("backward")
 
-    def came(self, bucket: Bucket, slot: int) -> None:
-        """A gradient has come to a slot; launches what is ready."""
+    def came(self, place: int, slot: int) -> None:
+        """A gradient has come to a slot of the bucket at `place`; launches what is ready."""
+        bucket = self.buckets[place]
         self.begin()
         task = torch._C._current_graph_task_id()
         if task != self._task:

@@ -11,12 +11,28 @@ from typing import Any
 
 import torch
 
+from dplab.errors import StateError
+
 
 class Taken:
     """What `take` returns for a tensor that it keeps in its own way; `read()` brings the tensor back."""
 
     def read(self) -> torch.Tensor:
         raise NotImplementedError
+
+
+class Kept(Taken):
+    """The tensor itself. torch checks versions only where there are no hooks, so the check is made here."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor, self.version = tensor, tensor._version
+
+    def read(self) -> torch.Tensor:
+        if self.tensor._version != self.version:
+            raise StateError(f"a tensor of shape {tuple(self.tensor.shape)} needed for backward has been modified by "
+                             f"an inplace operation since its forward: it is at version {self.tensor._version}, "
+                             f"expected {self.version}; run the forward again (engine.step() moves the weights)")
+        return self.tensor
 
 
 def hooks(take: Callable[[torch.Tensor], Taken | None]) -> torch.autograd.graph.saved_tensors_hooks:
@@ -27,13 +43,11 @@ def hooks(take: Callable[[torch.Tensor], Taken | None]) -> torch.autograd.graph.
         taken = take(tensor)
         if taken is not None:
             return taken
-        return tensor if around is None else (around[1], around[0](tensor))
+        return Kept(tensor) if around is None else (around[1], around[0](tensor))
 
     def unpack(packed: Any) -> torch.Tensor:
         if isinstance(packed, Taken):
             return packed.read()
-        if isinstance(packed, torch.Tensor):
-            return packed
         read, value = packed
         tensor: torch.Tensor = read(value)
         return tensor

@@ -51,11 +51,13 @@ class Hub:
         self.size, self.timeout = size, timeout
         self._lock = threading.Lock()
         self._meetings: dict[int, _Meeting] = {}
+        self._turns = [0] * size
         self._error: WireError | None = None
 
-    def join(self, rank: int, turn: int, call: str, value: Any, work: Callable[[list[Any]], None]) -> _Meeting:
-        """Rank `rank` comes to its call number `turn`; whoever is last does `work` on all values."""
+    def join(self, rank: int, call: str, value: Any, work: Callable[[list[Any]], None]) -> _Meeting:
+        """Rank `rank` comes to its next call; whoever is last does `work` on all values."""
         with self._lock:
+            turn = self._turns[rank] = self._turns[rank] + 1
             meeting = self._meetings.setdefault(turn, _Meeting(self.size, self.timeout))
             meeting.calls[rank], meeting.values[rank] = call, value
             meeting.error = meeting.error or self._error
@@ -90,11 +92,9 @@ class ThreadTransport:
 
     def __init__(self, hub: Hub, rank: int) -> None:
         self.hub, self.rank, self.size = hub, rank, hub.size
-        self._turn = 0
 
     def _join(self, call: str, value: Any, work: Callable[[list[Any]], None]) -> _Meeting:
-        self._turn += 1
-        return self.hub.join(self.rank, self._turn, call, value, work)
+        return self.hub.join(self.rank, call, value, work)
 
     def all_reduce(self, flat: torch.Tensor, op: Op) -> Work:
         def reduce(flats: list[torch.Tensor]) -> None:

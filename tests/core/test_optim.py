@@ -1,0 +1,199 @@
+"""The user's optimizer over owned runs: groups, schedulers, identity, and which optimizers may be cut."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import dplab
+from dplab.core.optim import is_element_wise
+from dplab.errors import StateError, UsageError
+from dplab.specs import SHARDINGS
+from tests import worlds
+from tests.worlds import in_threads
+
+OPTIMIZERS = {
+    "sgd": lambda ps: torch.optim.SGD(ps, lr=0.1),
+    "momentum": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9, nesterov=True),
+    "adam": lambda ps: torch.optim.Adam(ps, lr=0.01, amsgrad=True),
+    "adamw-foreach": lambda ps: torch.optim.AdamW(ps, lr=0.01, foreach=True),
+    "adamw-fused": lambda ps: torch.optim.AdamW(ps, lr=0.01, fused=True),
+    "rmsprop": lambda ps: torch.optim.RMSprop(ps, lr=0.01, momentum=0.5, centered=True),
+    "adagrad": lambda ps: torch.optim.Adagrad(ps, lr=0.01),
+    "adadelta": lambda ps: torch.optim.Adadelta(ps),
+    "nadam": lambda ps: torch.optim.NAdam(ps, lr=0.01),
+    "rprop": lambda ps: torch.optim.Rprop(ps, lr=0.01),
+    "asgd": lambda ps: torch.optim.ASGD(ps, lr=0.01),
+    "adamax": lambda ps: torch.optim.Adamax(ps, lr=0.01),
+    "radam": lambda ps: torch.optim.RAdam(ps, lr=0.01),
+}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_any_element_wise_optimizer_equals_one_process(optimizer: str) -> None:
+    model = worlds.build(worlds.Uneven)
+    batches = worlds.uneven_batches(5 * 2)
+    make = OPTIMIZERS[optimizer]
+    expected = worlds.reference(model, batches, per_step=2, optimizer=make)
+    for name in ("zero1", "zero3"):
+        for state in in_threads(2, worlds.train, model, batches, name, optimizer=make):
+            for key, value in state.items():
+                torch.testing.assert_close(value, expected[key], rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("make", [
+    lambda ps: torch.optim.Muon([p for p in ps if p.ndim == 2], lr=0.01), lambda ps: torch.optim.Adafactor(ps, lr=0.01)],
+    ids=["muon", "adafactor"])
+def test_an_optimizer_of_whole_matrices_runs_under_ddp_and_is_refused_where_they_are_cut(make: Any) -> None:
+    model = nn.Sequential(nn.Linear(8, 16, bias=False), nn.Tanh(), nn.Linear(16, 8, bias=False)).double()
+    assert not is_element_wise(make(model.parameters()))
+    batches = [(torch.randn(4, 8, dtype=torch.float64),) for _ in range(6)]
+
+    class Loss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = copy.deepcopy(model)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.net(x).square().mean()
+
+    whole = Loss()
+    expected = worlds.reference(whole, batches, per_step=2, optimizer=make)
+
+    def body(name: str) -> dict[str, torch.Tensor]:
+        engine = dplab.parallelize(copy.deepcopy(whole), make, name)
+        for step in range(3):
+            engine.backward(engine(*batches[2 * step + dplab.init().rank]))
+            engine.step()
+        return engine.full_state_dict()
+
+    for state in in_threads(2, body, "ddp"):
+        for key, value in state.items():
+            torch.testing.assert_close(value, expected[key], rtol=1e-6, atol=1e-8)
+    with pytest.raises(UsageError, match="is not element-wise: it needs whole parameters, and this strategy cuts them"):
+        in_threads(2, body, "zero1")
+
+
+def test_an_optimizer_that_needs_a_closure_is_refused() -> None:
+    with pytest.raises(UsageError, match="LBFGS cannot step without a closure, and engine.step"):
+        dplab.parallelize(nn.Linear(2, 2), torch.optim.LBFGS)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("name", SHARDINGS)
+def test_groups_keep_options_order_and_number(name: str, size: int) -> None:
+    model = worlds.build(worlds.Uneven)
+    batches = worlds.uneven_batches(5 * size)
+
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        parameters = list(parameters)
+        return torch.optim.AdamW([
+            {"params": (p for p in parameters if p.ndim < 2), "weight_decay": 0.0, "lr": 0.1},
+            {"params": [], "lr": 5.0},
+            {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": 0.5, "tag": "matrices"}], lr=0.01)
+
+    expected = worlds.reference(model, batches, per_step=size, optimizer=make)
+    for state in in_threads(size, worlds.train, model, batches, name, optimizer=make):
+        for key, value in state.items():
+            torch.testing.assert_close(value, expected[key], rtol=1e-10, atol=1e-10)
+
+    def groups() -> list[dict[str, Any]]:
+        engine = dplab.parallelize(copy.deepcopy(model), make, name)
+        assert isinstance(engine.optimizer, torch.optim.Optimizer)
+        return [{key: group[key] for key in ("lr", "weight_decay")} | {"tag": group.get("tag")}
+                for group in engine.optimizer.param_groups]
+
+    assert in_threads(size, groups) == [[{"lr": 0.1, "weight_decay": 0.0, "tag": None},
+                                         {"lr": 5.0, "weight_decay": 0.01, "tag": None},
+                                         {"lr": 0.01, "weight_decay": 0.5, "tag": "matrices"}]] * size
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["before-wrap", "after-wrap"])
+@pytest.mark.parametrize("name", SHARDINGS)
+@pytest.mark.filterwarnings("error")
+def test_a_scheduler_acts_on_what_is_stepped(name: str, before: bool) -> None:
+    def body() -> list[float]:
+        model = nn.Linear(1, 1, bias=False)
+        nn.init.ones_(model.weight)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        make = lambda o: torch.optim.lr_scheduler.StepLR(o, step_size=1, gamma=0.1)  # noqa: E731
+        scheduler = make(optimizer) if before else None
+        engine = dplab.parallelize(model, optimizer, name)
+        scheduler = scheduler or make(engine.optimizer)
+        changes = []
+        for _ in range(3):
+            start = engine.full_state_dict()["weight"].item()
+            engine.backward(engine(torch.ones(1, 1)).sum())
+            if engine.step():
+                scheduler.step()
+            changes.append(start - engine.full_state_dict()["weight"].item())
+        return changes
+
+    for changes in in_threads(2, body):
+        assert changes == pytest.approx([1.0, 0.1, 0.01], rel=1e-5)
+
+
+def test_stepping_the_optimizer_itself_points_to_the_engine() -> None:
+    engine = dplab.parallelize(nn.Linear(2, 2), torch.optim.SGD, "zero1")
+    with pytest.raises(StateError, match=r"SGD.step\(\) was called directly; call engine.step\(\)"):
+        engine.optimizer.step()
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(engine(torch.ones(1, 2)).sum()).backward()
+    with pytest.raises(StateError, match="with a GradScaler: drop it"):
+        scaler.step(engine.optimizer)
+
+
+def test_an_optimizer_on_a_part_keeps_that_part() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    engine = dplab.parallelize(model, torch.optim.SGD(model[1].parameters(), lr=1.0), "zero2")
+    before = engine.full_state_dict()
+    engine.backward(engine(torch.ones(1, 2)).sum())
+    engine.step()
+    after = engine.full_state_dict()
+    assert torch.equal(before["0.weight"], after["0.weight"])
+    assert not torch.equal(before["1.weight"], after["1.weight"])
+
+
+def test_bad_optimizers_are_named() -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(UsageError, match=r"SGD holds 2 tensors that are no parameters of the model .*shape \(3, 3\)"):
+        dplab.parallelize(model, torch.optim.SGD(nn.Linear(3, 3).parameters()))
+    with pytest.raises(UsageError, match=r"optimizer is a float; give a torch.optim.Optimizer, or a function"):
+        dplab.parallelize(model, 0.1)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"the optimizer function returned a list; it must return"):
+        dplab.parallelize(model, list)  # type: ignore[arg-type]
+    stepped = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    stepped.step()
+    with pytest.raises(UsageError, match="Adam has already stepped; give parallelize a fresh one"):
+        dplab.parallelize(model, stepped)
+
+
+@pytest.mark.parametrize("kind", [1.0, 2.0, float("inf")])
+@pytest.mark.parametrize("name", SHARDINGS)
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_clipping_equals_one_process(name: str, kind: float, size: int) -> None:
+    model = worlds.build(worlds.Uneven)
+    batches = worlds.uneven_batches(size)
+    whole = copy.deepcopy(model)
+    for batch in batches:
+        (whole(*batch) / size).backward()
+    expected = nn.utils.clip_grad_norm_(whole.parameters(), 0.05, kind)
+
+    def body() -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        engine = dplab.parallelize(copy.deepcopy(model), worlds.adamw, name)
+        engine.backward(engine(*batches[dplab.init().rank]))
+        norm = engine.clip_grad_norm_(0.05, kind)
+        assert norm is not None
+        return norm, {n: engine.full_grad(n) for n, _ in engine.module.named_parameters()}
+
+    results = in_threads(size, body)
+    for norm, grads in results:
+        assert norm.item() == results[0][0].item()
+        torch.testing.assert_close(norm, expected, rtol=1e-12, atol=0)
+        for key, parameter in whole.named_parameters():
+            torch.testing.assert_close(grads[key], parameter.grad, rtol=1e-10, atol=1e-14)
