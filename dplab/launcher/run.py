@@ -130,15 +130,14 @@ class Run:
         try:
             from dplab.views.figures import timeline_figure
         except ModuleNotFoundError as error:
-            raise _lacks_lab("timeline", error) from error
+            raise UsageError(f"the timeline needs {error.name}, which is not installed; install dplab's extra 'lab' "
+                             f"(pip install 'dplab[lab]'), or read run.events()") from error
         return timeline_figure(self.events())
 
     def dashboard(self, **options: Any) -> Board:
         """The live board; a static picture where there is no front end. Options are the board's."""
-        try:
-            from dplab.widgets.board import Board
-        except ModuleNotFoundError as error:
-            raise _lacks_lab("dashboard", error) from error
+        from dplab.widgets.board import Board
+
         return Board(self, **options)
 
     def compare(self, other: Run) -> Comparison:
@@ -189,10 +188,6 @@ def runs(root: str | os.PathLike[str] | None = None) -> list[Run]:
     """This user's runs, newest first; `root`: folder to look in, None: where `launch` puts them."""
     folder = runs_root() if root is None else Path(root)
     return [Run(RunDirectory(folder / name)) for name in sorted(_names(folder), reverse=True)]
-
-
-def _lacks_lab(what: str, error: ModuleNotFoundError) -> UsageError:
-    return UsageError(f"the {what} needs {error.name}, which is not installed; run: pip install 'dplab[lab]'")
 
 
 def _names(root: Path) -> list[str]:

@@ -80,11 +80,8 @@ class WarmParent:
     def _begin(self, environ: dict[str, str]) -> subprocess.Popen[bytes]:
         self._drop()
         self._environ = _import_time(environ)
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "dplab.launcher.warm", str(os.getpid())], stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
-            # One thread: a pool of numpy's would not come along into the ranks.
-            env={**environ, "PYTHONPATH": package_path(environ), "OPENBLAS_NUM_THREADS": "1"})
+        # One thread: a pool of numpy's would not come along into the ranks.
+        process = _interpreter(["dplab.launcher.warm", str(os.getpid())], {**environ, "OPENBLAS_NUM_THREADS": "1"})
         assert process.stdin is not None
         with contextlib.suppress(OSError):  # a wider pipe only saves waiting while it still imports torch
             fcntl.fcntl(process.stdin, getattr(fcntl, "F_SETPIPE_SZ", 1031), 1 << 20)
@@ -111,9 +108,7 @@ def start_run(job: Job, *, warm: bool | None) -> Identity:
 
 
 def _start_cold(job: Job) -> Identity:
-    process = subprocess.Popen(
-        [sys.executable, "-P", "-m", "dplab.launcher.supervisor"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL, start_new_session=True, env={**job.environ, "PYTHONPATH": package_path(job.environ)})
+    process = _interpreter(["dplab.launcher.supervisor"], job.environ)
     identity = Identity.of(process.pid)
     assert process.stdin is not None
     try:
@@ -126,6 +121,17 @@ def _start_cold(job: Job) -> Identity:
                        f"try `{sys.executable} -m dplab.launcher.supervisor` to see why")
     _reap_when_over(process)
     return identity
+
+
+def _interpreter(module: list[str], environ: dict[str, str]) -> subprocess.Popen[bytes]:
+    """A fresh interpreter in a session of its own, which an interrupt of this process's group does not reach."""
+    try:
+        return subprocess.Popen([sys.executable, "-P", "-m", *module], stdin=subprocess.PIPE,
+                                stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
+                                env={**environ, "PYTHONPATH": package_path(environ)})
+    except OSError as error:
+        raise RunError(f"no process can be started from {sys.executable!r}: {error.strerror}; "
+                       f"sys.executable must name the interpreter, and the system allow one more process") from error
 
 
 def _reap_when_over(process: subprocess.Popen[bytes]) -> None:
