@@ -69,10 +69,13 @@ class Board(anywidget.AnyWidget):
     whether somebody watches. Raises UsageError for a rate that is not allowed, RunError where there is no run.
     """
 
-    _esm = Path(__file__).with_name("board.js")
-    _css = Path(__file__).with_name("board.css")
+    # text, not paths: anywidget ties every instance to a path's watcher, which would hold it for ever
+    _esm = Path(__file__).with_name("board.js").read_text(encoding="utf-8")
+    _css = Path(__file__).with_name("board.css").read_text(encoding="utf-8")
+    layout = traitlets.Any(None).tag(sync=True)  # ipywidgets' default is a widget of its own, with a comm of its own
     spec = traitlets.Dict().tag(sync=True)
     snapshot = traitlets.Dict().tag(sync=True)
+    _ticker: Ticker | None = None
 
     def __init__(self, run: Any, *, hz: float = 2.0, live: bool | None = None) -> None:
         if not 0 < hz <= MAX_HZ:
@@ -92,7 +95,6 @@ class Board(anywidget.AnyWidget):
         self._reader = run.reader()
         self._period = 1 / hz
         self._guard = threading.RLock()  # the fold is read by cells and fed by the thread
-        self._ticker: Ticker | None = None
         self._display_id = f"dplab-{uuid.uuid4().hex}"
         self._stop_asked = self._keyframe_asked = False
         self._heard_at = self._keyframe_at = self._drawn_at = time.monotonic()
@@ -132,6 +134,9 @@ class Board(anywidget.AnyWidget):
         return self.summary()
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, Any]:
+        return self._bundle()
+
+    def _bundle(self) -> dict[str, Any]:
         self._drawn_at = time.monotonic()
         bundle = {"text/plain": self.summary(), "image/svg+xml": self.svg()}
         if self.live and not self.frozen and not self.closed:
@@ -149,7 +154,7 @@ class Board(anywidget.AnyWidget):
         over = self._over()
         if over and not self.frozen:
             self._end()
-        frontend.show(self._repr_mimebundle_(), self._display_id)
+        frontend.show(self._bundle(), self._display_id)
         if self.frozen or self.closed:
             return
         if self.live:
@@ -162,7 +167,7 @@ class Board(anywidget.AnyWidget):
         self._read()
         over = self._over()
         if over or time.monotonic() - self._drawn_at > _REDRAW_S:
-            frontend.show(self._repr_mimebundle_(), self._display_id, update=True)
+            frontend.show(self._bundle(), self._display_id, update=True)
         if over:
             self._end()
 
@@ -185,7 +190,7 @@ class Board(anywidget.AnyWidget):
     def _end(self, *, show: bool = False) -> None:
         self.frozen = True
         if show:
-            frontend.show(self._repr_mimebundle_(), self._display_id, update=True)
+            frontend.show(self._bundle(), self._display_id, update=True)
         self.close()
 
     # ---- the run -------------------------------------------------------------------------------------------------

@@ -1,0 +1,70 @@
+"""The page's side of the board, in Python: a comm that keeps what is sent, and a store that applies it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from comm.base_comm import BaseComm
+
+
+class RecordingComm(BaseComm):
+    """Keeps every message: (type, data, buffers)."""
+
+    opened: list[RecordingComm]
+
+    def __init__(self, **options: Any) -> None:
+        self.messages: list[tuple[str, dict[str, Any], list[Any]]] = []
+        self.opened.append(self)
+        super().__init__(**options)
+
+    def publish_msg(self, msg_type: str, data: Any = None, metadata: Any = None, buffers: Any = None,
+                    **keys: Any) -> None:
+        self.messages.append((msg_type, data or {}, list(buffers or [])))
+
+    def board_messages(self) -> list[tuple[dict[str, Any], bytes]]:
+        """Content and buffer of the board's own messages, in order."""
+        return [(data["content"], bytes(buffers[0])) for kind, data, buffers in self.messages
+                if kind == "comm_msg" and data.get("method") == "custom"]
+
+    def say(self, **content: Any) -> None:
+        """The page says something."""
+        self.handle_msg({"content": {"comm_id": self.comm_id, "data": {"method": "custom", "content": content}},
+                         "buffers": []})
+
+
+class Page:
+    """Applies messages as board.js does; `whole` is False once rows were missing."""
+
+    def __init__(self) -> None:
+        self.series: dict[str, dict[str, Any]] = {}
+        self.status: dict[str, Any] = {}
+        self.whole = True
+
+    def apply(self, content: dict[str, Any], data: bytes) -> None:
+        floats, at = np.frombuffer(data, dtype=np.float32), 0
+        if content["keyframe"]:
+            self.series.clear()
+            self.whole = True
+        self.status.update(content["status"])
+        for part in content["parts"]:
+            rows = floats[at:at + part["rows"] * len(part["columns"])].reshape(-1, len(part["columns"]))
+            at += rows.size
+            held = self.series.get(part["id"])
+            if part["start"] == 0:
+                self.series[part["id"]] = {"generation": part["generation"], "rows": rows}
+            elif held is None or held["generation"] != part["generation"] or len(held["rows"]) != part["start"]:
+                self.whole = False
+            else:
+                held["rows"] = np.concatenate([held["rows"], rows])
+        assert at == floats.size
+
+
+def until(holds: Callable[[], bool], seconds: float = 20) -> None:
+    """Waits until something holds; fails after a while."""
+    limit = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < limit, f"did not happen within {seconds} s"
+        time.sleep(0.01)

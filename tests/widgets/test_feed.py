@@ -1,0 +1,113 @@
+"""The board's wire format: whatever is lost, a page that applies messages holds the fold's columns or knows better."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dplab.views.fold import Fold
+from dplab.widgets.feed import Feed
+from tests.views.synthetic import run_events, step_events
+from tests.widgets.page import Page
+
+
+def assert_same(page, fold):
+    named = {"loss": fold.loss.series}
+    for kind, by_rank in (("steps", fold.steps.series), ("memory", fold.memory.series),
+                          ("utilization", fold.memory.utilization)):
+        named.update({f"{kind}/{rank}": series for rank, series in by_rank.items()})
+    for name, series in named.items():
+        np.testing.assert_array_equal(page.series[name]["rows"], series.rows().astype(np.float32))
+    mark = fold.sync.chart().marks[0]
+    np.testing.assert_array_equal(page.series["sync"]["rows"][:, 2], mark.start.astype(np.float32))
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=12))
+def test_deltas_add_up_to_the_fold(sizes):
+    fold, page = Fold(2), Page()
+    feed, step = Feed(fold), 0
+    for size in sizes:
+        for _ in range(size):
+            for rank in range(2):
+                fold.feed(step_events(rank, step))
+            step += 1
+        page.apply(*feed.message({}))
+        assert page.whole
+        assert_same(page, fold)
+
+
+def test_deltas_go_on_across_a_thinning():
+    fold, page = Fold(1), Page()
+    feed = Feed(fold)
+    for step in range(2500):
+        fold.feed(step_events(0, step))
+        if step % 7 == 0:
+            page.apply(*feed.message({}))
+    page.apply(*feed.message({}))
+    assert fold.loss.series.generation > 0
+    assert page.whole
+    assert_same(page, fold)
+
+
+def test_a_lost_message_is_noticed_and_a_keyframe_heals_it():
+    fold, page = Fold(2), Page()
+    feed = Feed(fold)
+    fold.feed(run_events(2, 3))
+    page.apply(*feed.message({}, keyframe=True))
+    for step in (3, 4):
+        for rank in range(2):
+            fold.feed(step_events(rank, step))
+        message = feed.message({})
+        if step == 4:  # the one before is lost
+            page.apply(*message)
+    assert not page.whole
+    page.apply(*feed.message({}, keyframe=True))
+    assert page.whole
+    assert_same(page, fold)
+
+
+def test_what_did_not_change_is_not_sent():
+    fold = Fold(2)
+    fold.feed(run_events(2, 50))
+    feed = Feed(fold)
+    feed.message({})
+    content, data = feed.message({"state": "running"})
+    assert (content["parts"], data) == ([], b"")
+    assert "sync" not in content
+    assert content["status"]["state"] == "running"
+
+
+def test_a_message_is_small_however_long_the_run():
+    fold = Fold(2)
+    fold.feed(run_events(2, 5000))
+    feed = Feed(fold)
+    content, data = feed.message({}, keyframe=True)
+    assert len(data) + len(json.dumps(content)) < 150_000
+    for rank in range(2):
+        fold.feed(step_events(rank, 5000))
+    content, data = feed.message({})
+    assert len(data) + len(json.dumps(content)) < 5_000
+
+
+def test_messages_are_numbered_and_stamped():
+    feed = Feed(Fold(1))
+    before = time.time() * 1000
+    numbers = [feed.message({})[0] for _ in range(3)]
+    assert [content["seq"] for content in numbers] == [1, 2, 3]
+    assert before <= numbers[0]["sent"] <= numbers[-1]["sent"] <= time.time() * 1000
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_an_empty_board_is_a_message_too(steps):
+    fold = Fold(2)
+    fold.feed(run_events(2, steps))
+    content, data = Feed(fold).message({}, keyframe=True)
+    page = Page()
+    page.apply(json.loads(json.dumps(content)), data)
+    assert page.status["step"] == (None if steps == 0 else 0)
