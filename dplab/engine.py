@@ -58,10 +58,10 @@ def parallelize(
         raise UsageError(f"model is a {type(model).__name__}; parallelize takes a torch.nn.Module")
     world = init()
     sharded = chosen.sharding.optim is Placement.SHARDED
-    if mesh is not None and not sharded:
-        raise UsageError(f"strategy {chosen} shards nothing, so it has no use for a mesh; leave mesh out, or use "
-                         f"zero1, zero2 or zero3")
     axes = Mesh.flat(world, sharded=sharded) if mesh is None else Mesh.of(world, mesh)
+    if axes.shard.size > 1 and not sharded:
+        raise UsageError(f"strategy {chosen} shards nothing, and the mesh has a shard axis of {axes.shard.size}; leave "
+                         f"mesh out, or use zero1, zero2 or zero3")
     return Engine(model, optimizer, chosen, world, axes, units)
 
 
@@ -83,9 +83,9 @@ class Engine:
                  units: UnitRule) -> None:
         self.module, self.strategy, self.world, self.mesh = model, strategy, world, mesh
         self._recorder = recorder.current()
+        build.check_model(model, mesh)
         made = make(optimizer, model)
         model.to(world.device)
-        build.check_model(model, mesh)
         found = find_units(model, units)
         build.make_equal(model, mesh)
         self._buckets, pools = build.build_buckets(model, found, strategy, mesh)
@@ -194,27 +194,35 @@ class Engine:
     @contextmanager
     def gathered(self) -> Iterator[nn.Module]:
         """Full parameters inside, readable and writable; afterwards rank 0's values are everybody's."""
-        if self._gathers is not None:
-            for unit in self._gathers.units:
-                unit.issue()
-                unit.complete()
+        with self._unsharded():
+            try:
+                yield self.module
+            finally:
+                for bucket in self._buckets:
+                    for parameter in bucket.parameters:
+                        build.broadcast(parameter.detach(), self.mesh)
+                    torch.autograd.graph.increment_version(bucket.parameters)
+                    if isinstance(bucket.params, Sharded):
+                        bucket.params.take_back()
+
+    @contextmanager
+    def _unsharded(self) -> Iterator[None]:
+        """Full parameters inside, to be read."""
+        units = self._gathers.units if self._gathers is not None else ()
+        for unit in units:
+            unit.issue()
+            unit.complete()
         try:
-            yield self.module
+            yield
         finally:
-            for bucket in self._buckets:
-                for parameter in bucket.parameters:
-                    build.broadcast(parameter.detach(), self.mesh)
-                torch.autograd.graph.increment_version(bucket.parameters)
-                if isinstance(bucket.params, Sharded):
-                    bucket.params.take_back()
-            for unit in self._gathers.units if self._gathers is not None else ():
+            for unit in units:
                 unit.reshard()
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """The plain model's state_dict: its keys, shapes and order, full values on the CPU of every rank."""
-        with self.gathered():
+        with self._unsharded():
             return {name: value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
-                    for name, value in nn.Module.state_dict(self.module).items()}
+                    for name, value in self.module.state_dict().items()}
 
     def full_grad(self, name: str) -> torch.Tensor | None:
         """The averaged gradient of a parameter once the window is closed; None where no rank has one."""
@@ -225,7 +233,7 @@ class Engine:
 
     def check_agreement(self) -> None:
         """Raises StateError, naming parameter and ranks, where copies of a parameter differ between ranks."""
-        with self.gathered():
+        with self._unsharded():
             mine = {name: _checksum(p) for name, p in self.module.named_parameters()}
         every = self.mesh.world.gather_objects(mine)
         for name in mine:

@@ -217,9 +217,9 @@ def _probe(optimizer: torch.optim.Optimizer, group: dict[str, Any], *, cut: bool
     trial.__dict__ = {**optimizer.__dict__, "state": defaultdict(dict)}
     trial.param_groups = [{**{key: _own(value) for key, value in group.items() if key != "params"},
                            "params": parameters}]
-    first = group["params"][0] if group["params"] else None
-    if first in optimizer.state:
-        trial.state |= {p: _fresh_state(optimizer.state[first], first, p) for p in parameters}
+    for first in group["params"][:1]:
+        if first in optimizer.state:
+            trial.state |= {p: _fresh_state(optimizer.state[first], first, p) for p in parameters}
     for turn in range(1, 4):
         slope = torch.cos(ramp * 7 * turn)
         for parameter, grad in zip(parameters, [slope.view(-1)[a:b] for a, b in cuts] if cut else [slope], strict=True):

@@ -46,8 +46,8 @@ def test_any_element_wise_optimizer_equals_one_process(optimizer: str) -> None:
 
 
 @pytest.mark.parametrize("make", [
-    lambda ps: torch.optim.Muon([p for p in ps if p.ndim == 2], lr=0.01), lambda ps: torch.optim.Adafactor(ps, lr=0.01)],
-    ids=["muon", "adafactor"])
+    pytest.param(lambda ps: torch.optim.Muon([p for p in ps if p.ndim == 2], lr=0.01), id="muon"),
+    pytest.param(lambda ps: torch.optim.Adafactor(ps, lr=0.01), id="adafactor")])
 def test_an_optimizer_of_whole_matrices_runs_under_ddp_and_is_refused_where_they_are_cut(make: Any) -> None:
     model = nn.Sequential(nn.Linear(8, 16, bias=False), nn.Tanh(), nn.Linear(16, 8, bias=False)).double()
     assert not is_element_wise(make(model.parameters()))
@@ -79,7 +79,7 @@ def test_an_optimizer_of_whole_matrices_runs_under_ddp_and_is_refused_where_they
 
 
 def test_an_optimizer_that_needs_a_closure_is_refused() -> None:
-    with pytest.raises(UsageError, match="LBFGS cannot step without a closure, and engine.step"):
+    with pytest.raises(UsageError, match=r"LBFGS cannot step without a closure, and engine\.step"):
         dplab.parallelize(nn.Linear(2, 2), torch.optim.LBFGS)
 
 

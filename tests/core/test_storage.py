@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import random
+import re
 from typing import Any
 
 import pytest
@@ -92,11 +93,13 @@ def test_a_reentrant_checkpoint_is_right_where_no_weights_are_shared() -> None:
 
 @pytest.mark.parametrize("name", SHARDINGS)
 def test_a_reentrant_checkpoint_around_shared_weights_is_right_or_refused_by_name(name: str) -> None:
+    told = ""
     try:
         equals_reference(Blocks("reentrant"), inputs(4), name)
     except StateError as error:
-        assert "got a gradient again after its bucket was reduced" in str(error)
-        assert "blocks.0." in str(error)
+        told = str(error)
+    if told:
+        assert re.search(r"parameter 'blocks\.0\..*' got a gradient again after its bucket was reduced", told)
 
 
 @pytest.mark.parametrize("name", SHARDINGS)

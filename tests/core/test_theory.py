@@ -18,7 +18,7 @@ STEPS = 3
 
 
 class Stack(nn.Module):
-    """Blocks of a size that padding does not blur, each needed again in its backward; embedding and head at the root."""
+    """Blocks that are each needed again in backward, between an embedding and a head that belong to the root."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +55,8 @@ def measured(strategy: Strategy, mesh: Any = None) -> dict[str, Any]:
     numel = {bucket.index: bucket.layout.numel for bucket in engine._buckets}
     root = sum(b.layout.numel for b in engine._buckets if any(n.startswith(("embed", "head")) for n in b.names))
     stretches = [(owned[0][1], owned[-1][2]) for b in engine._buckets if (owned := b.owned_slots())]
-    return {"sent": sent, "calls": calls, "owned": sum(b - a for a, b in stretches), "memory": engine.memory(), "numel": sum(numel.values()), "root": root,
+    return {"sent": sent, "calls": calls, "owned": sum(b - a for a, b in stretches), "memory": engine.memory(),
+            "numel": sum(numel.values()), "root": root,
             "longest": max(numel.values())}
 
 
@@ -101,8 +102,8 @@ def test_model_states_equal_the_formula(name: str, size: int) -> None:
         assert 0 <= got["memory"]["buckets"] <= rotating
         assert got["memory"]["gathered"] == 0
         assert got["memory"]["activations"] > 0
-    copies = size if name == "ddp" else 1
-    assert sum(got["memory"]["optimizer"] for got in every) >= 2 * 4 * copies * sum(p.numel() for p in Stack().parameters())
+    parameters = sum(p.numel() for p in Stack().parameters()) * (size if name == "ddp" else 1)
+    assert sum(got["memory"]["optimizer"] for got in every) >= 2 * 4 * parameters
 
 
 def live_gradients(strategy: Strategy) -> tuple[list[int], int, int]:

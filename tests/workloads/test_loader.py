@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import chain
+
 import pytest
 import torch
 
@@ -21,7 +23,7 @@ def test_every_epoch_is_another_permutation_and_the_same_at_every_world_size(siz
     whole = []
     for epoch in range(3):
         seen = [ranks[epoch] for ranks in per_rank]
-        assert sorted(sum(seen, [])) == list(range(12))
+        assert sorted(chain.from_iterable(seen)) == list(range(12))
         whole.append([seen[i % size][i // size] for i in range(12)])
     assert whole == [[int(i) for i in one] for one in in_threads(1, epochs, 3)[0]]
     assert whole[0] != whole[1] != whole[2]
@@ -66,5 +68,5 @@ def test_a_batch_size_that_is_none_is_refused(batch_size: object) -> None:
 
 
 def test_a_stream_is_refused() -> None:
-    with pytest.raises(UsageError, match="dataset is a generator; dplab.loader takes anything with a length"):
+    with pytest.raises(UsageError, match=r"dataset is a generator; dplab\.loader takes anything with a length"):
         dplab.loader((i for i in range(3)), batch_size=1)
