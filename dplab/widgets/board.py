@@ -42,6 +42,10 @@ _REDRAW_S = 2.0
 _shown: weakref.WeakValueDictionary[str, Board] = weakref.WeakValueDictionary()
 
 
+def _new_display_id() -> str:
+    return f"dplab-{uuid.uuid4().hex}"
+
+
 class Ticker(threading.Thread):
     """Calls a board's `tick` until it returns None; holds no reference between ticks, so that it keeps none alive."""
 
@@ -95,7 +99,7 @@ class Board(anywidget.AnyWidget):
         self._reader = run.reader()
         self._period = 1 / hz
         self._guard = threading.RLock()  # the fold is read by cells and fed by the thread
-        self._display_id = f"dplab-{uuid.uuid4().hex}"
+        self._display_id = _new_display_id()
         self._stop_asked = self._keyframe_asked = False
         self._heard_at = self._keyframe_at = self._drawn_at = time.monotonic()
         self._read()
@@ -150,9 +154,10 @@ class Board(anywidget.AnyWidget):
         if before is not None and before is not self:
             before.close()  # the cell ran again: its old comm would stay open, its thread would go on
         _shown[key] = self
+        if self.frozen or self.closed:  # a picture of its own: what stands elsewhere keeps its moment
+            self._display_id = _new_display_id()
         self._read()
-        over = self._over()
-        if over and not self.frozen:
+        if self._over() and not self.frozen:
             self._end()
         frontend.show(self._bundle(), self._display_id)
         if self.frozen or self.closed:

@@ -1,0 +1,59 @@
+"""A board in a kernel that nobody watches: what a saved notebook holds, with the runner's default settings."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+SETUP = """
+from dplab.widgets import frontend
+from dplab.widgets.board import Board
+from tests.views.synthetic import run_events, step_events
+from tests.widgets.fake import FakeRun
+run = FakeRun(2, events=run_events(2, 3))
+"""
+
+
+@pytest.fixture
+def executed(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+
+    def execute(*sources):
+        notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in (SETUP, *sources)])
+        NotebookClient(notebook, timeout=60, kernel_name="python3").execute()
+        return notebook
+
+    return execute
+
+
+def test_the_picture_of_the_end_stands_where_the_board_was_made(executed):
+    notebook = executed(
+        "board = Board(run)\nboard",
+        "run.emitted += [event for rank in range(2) for event in step_events(rank, 3)]\nrun.state = 'finished'",
+        "print(board.frozen, board.live, frontend.in_kernel(), frontend.watched())")
+    (output,) = notebook.cells[1].outputs
+    assert set(output["data"]) == {"text/plain", "image/svg+xml"}
+    assert output["data"]["text/plain"].startswith("zero2, 2 ranks, finished")
+    assert "Gradient synchronisation, step 3" in output["data"]["image/svg+xml"]
+    assert notebook.cells[3].outputs[0]["text"] == "True False True False\n"
+    assert not notebook.metadata.get("widgets", {})
+    assert len(json.dumps(notebook)) < 200_000
+
+
+def test_freeze_keeps_the_moment_of_the_call(executed):
+    notebook = executed(
+        "board = Board(run)\nboard", "board.freeze()",
+        "run.emitted += run_events(2, 50)[-24:]\nrun.state = 'finished'", "board")
+    (output,) = notebook.cells[1].outputs
+    assert output["data"]["text/plain"].startswith("zero2, 2 ranks, running")
+    assert "step 2" in output["data"]["text/plain"]
+
+
+def test_a_board_shown_again_shows_now(executed):
+    notebook = executed("board = Board(run)\nboard", "run.state = 'stopped'", "board")
+    (again,) = notebook.cells[3].outputs
+    assert again["data"]["text/plain"].startswith("zero2, 2 ranks, stopped")
