@@ -126,9 +126,12 @@ class Engine:
             raise UsageError(f"engine.backward(weight={weight!r}): the weight is a number of tokens or samples, >= 0")
         self._reduction.begin(None if weight is None else float(weight))
         self._loss = loss.detach() if weight is None else loss.detach() / max(weight, 1.0)
-        if loss.requires_grad:
-            loss.backward()  # type: ignore[no-untyped-call]
-        self._reduction.end()
+        try:
+            if loss.requires_grad:
+                loss.backward()  # type: ignore[no-untyped-call]
+            self._reduction.end()
+        finally:
+            self._reduction.abandon()
 
     def step(self, *, last: bool = False) -> bool:
         """Moves the weights if the window is complete (`last=True` closes a shorter one) and starts a new one.
@@ -291,6 +294,8 @@ class Engine:
         began: list[tuple[int, Any]] = []
 
         def enter(_module: nn.Module, _args: Any) -> None:
+            if not in_backward():
+                self._reduction.abandon()  # a plain loss.backward() before may have raised
             measuring = None
             if not self._measured and torch.is_grad_enabled() and self.module.training and not in_backward():
                 self._measured, measuring = True, self._ledger.measuring()

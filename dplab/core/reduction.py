@@ -152,6 +152,12 @@ class Reduction:
         self.window = Window()
         self._open, self._task, self._next = False, -1, 0
 
+    def abandon(self) -> None:
+        """The backward under way has raised: its window is dropped, so that the next one starts clean."""
+        if self._open:
+            self.reset()
+            self.backward_ended()
+
     def _task_ended(self) -> None:
         # a nested graph task (re-entrant checkpoint) ends inside a node of the one around it
         if torch._C._current_autograd_node() is None:

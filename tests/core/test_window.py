@@ -340,3 +340,38 @@ def test_splitting_a_run_keeps_its_state(name: str) -> None:
     for state in states:
         for key, value in model.state_dict().items():
             torch.testing.assert_close(state[key], value, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("plain", [True, False], ids=["loss.backward", "engine.backward"])
+@pytest.mark.parametrize("name", EVERY)
+def test_a_backward_that_raised_leaves_nothing_behind(name: str, plain: bool) -> None:
+    class Deep(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(3))
+
+        def forward(self, x: torch.Tensor, fail: bool) -> torch.Tensor:
+            for layer in self.layers:
+                x = torch.tanh(layer(x))
+                if fail and layer is self.layers[1]:
+                    x.register_hook(lambda _grad: 1 / 0)
+            return x.sum()
+
+    torch.manual_seed(0)
+    model = Deep()
+
+    def body(fail: bool) -> dict[str, torch.Tensor]:
+        engine = dplab.parallelize(copy.deepcopy(model), sgd, f"{name}+bucket_mb=0.0001")
+        for step in range(3):
+            if fail and step == 1:
+                loss = engine(torch.ones(1, 3), True)
+                with pytest.raises(ZeroDivisionError):
+                    loss.backward() if plain else engine.backward(loss)
+            engine.backward(engine(torch.full((1, 3), float(step)), False))
+            assert engine.step()
+        return engine.full_state_dict()
+
+    expected = in_threads(2, body, False)[0]
+    for state in in_threads(2, body, True):
+        for key, value in state.items():
+            assert torch.equal(value, expected[key]), key
