@@ -446,7 +446,7 @@ function render({ model, el }) {
   resized.observe(root);
   const themed = new MutationObserver(schedule);
   themed.observe(document.body, { attributes: true });
-  send({ type: "hello" });
+  send({ type: "hello", fresh: true });
   schedule();
   return () => {
     model.off("msg:custom", receive);

@@ -101,6 +101,7 @@ class Board(anywidget.AnyWidget):
         self._guard = threading.RLock()  # the fold is read by cells and fed by the thread
         self._display_id = _new_display_id()
         self._stop_asked = self._keyframe_asked = False
+        self._hellos = 0
         self._heard_at = self._keyframe_at = self._drawn_at = time.monotonic()
         self._read()
         content, data = self._feed.message(self._status(), keyframe=True)
@@ -186,17 +187,23 @@ class Board(anywidget.AnyWidget):
     def close(self) -> None:
         """Ends the thread and the comm; the run goes on. A closed board can still be asked for its summary."""
         self.closed = True
+        self._halt()
+        super().close()
+
+    def _halt(self) -> None:
         if self._ticker is not None:
             self._ticker.ended = True
             self._ticker.wake.set()
             self._ticker = None
-        super().close()
 
     def _end(self, *, show: bool = False) -> None:
         self.frozen = True
         if show:
             frontend.show(self._bundle(), self._display_id, update=True)
-        self.close()
+        if self._hellos > 1:  # a reloaded page has forgotten the display's id: there the board stays, and stands still
+            self._halt()
+        else:
+            self.close()
 
     # ---- the run -------------------------------------------------------------------------------------------------
 
@@ -248,9 +255,10 @@ class Board(anywidget.AnyWidget):
             self._stop_asked = False
             self.run.request_stop()
         self._read()
-        if self._over():
+        if self._over() or self.frozen:
             if not self.closed:
                 self._transmit(keyframe=True)
+            if not self.frozen:
                 self._end(show=True)
             return None
         cells = frontend.cells()
@@ -276,6 +284,7 @@ class Board(anywidget.AnyWidget):
         kind = content.get("type")
         if kind == "hello":
             self._keyframe_asked = True
+            self._hellos += bool(content.get("fresh"))
         elif kind == "stop":
             self._stop_asked = True
         if kind in ("hello", "stop") and not self.closed:

@@ -22,6 +22,7 @@ REPOSITORY = Path(__file__).parents[2]
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 _FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
           "--disable-component-update", "--disable-sync"]
+AT_STEP = "step => { const b = document.querySelector('.dplab-board'); return b && Number(b.dataset.step) >= step; }"
 _OPEN = """async () => {
   const app = window.jupyterapp; await app.restored;
   let panel;
@@ -42,7 +43,7 @@ def free_port() -> int:
 class Lab:
     """A JupyterLab server rooted at `root`; `url(path)` opens a notebook with a clean workspace."""
 
-    def __init__(self, root: Path, scratch: Path, *, dark: bool = False) -> None:
+    def __init__(self, root: Path, scratch: Path, *, dark: bool = False, ci: bool = False) -> None:
         self.root, self.token, self.port = root, secrets.token_hex(16), free_port()
         settings = scratch / "settings"
         settings.mkdir(parents=True)
@@ -53,6 +54,9 @@ class Lab:
         (settings / "overrides.json").write_text(json.dumps(overrides))
         environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "DPLAB_RUNS": str(scratch / "runs"),
                        **{f"JUPYTER_{kind}_DIR": str(scratch / kind.lower()) for kind in ("CONFIG", "DATA", "RUNTIME")}}
+        environment.pop("CI", None)
+        if ci:
+            environment["CI"] = "true"
         self.log = scratch / "server.log"
         with self.log.open("w") as log:
             self._server = subprocess.Popen(
@@ -115,6 +119,16 @@ def board_data(page: Any) -> dict[str, str]:
     """What the (first) board on the page says about itself: seq, redraws, step, state, drawMs, lagMs."""
     data = page.evaluate("() => { const b = document.querySelector('.dplab-board'); return b ? {...b.dataset} : {}; }")
     return dict(data)
+
+
+def switch_theme(page: Any, theme: str) -> None:
+    """Changes JupyterLab's theme while the notebook is open."""
+    page.evaluate("theme => window.jupyterapp.commands.execute('apputils:change-theme', {theme})", theme)
+
+
+def save(page: Any) -> None:
+    """Saves the notebook and waits until it is written."""
+    page.evaluate("async () => { await window.jupyterapp.shell.currentWidget.context.save(); }")
 
 
 def outputs(page: Any) -> list[str]:

@@ -10,7 +10,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from tests.browser.lab import REPOSITORY, Lab, board_data, browser_page, command, open_notebook
+from tests.browser.lab import AT_STEP, REPOSITORY, Lab, board_data, browser_page, command, open_notebook
 
 NOTEBOOK = "01-quickstart.ipynb"
 
@@ -27,9 +27,7 @@ def take(file: Path, *, dark: bool = False, step: int = 60, whole_page: bool = F
                 open_notebook(page, lab, NOTEBOOK)
                 command(page, "application:toggle-left-area")
                 command(page, "notebook:run-all-cells")
-                page.wait_for_function(
-                    "step => { const b = document.querySelector('.dplab-board'); return b && Number(b.dataset.step) >= step; }",
-                    arg=step, timeout=120_000)
+                page.wait_for_function(AT_STEP, arg=step, timeout=120_000)
                 board = page.locator(".dplab-board")
                 board.scroll_into_view_if_needed()
                 page.wait_for_timeout(700)  # one more message after the scroll, so that every panel is drawn in view

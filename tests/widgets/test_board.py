@@ -94,6 +94,24 @@ def test_the_thread_ends_with_the_run_and_a_still_picture_takes_the_place(run, c
     assert board.frozen
 
 
+def test_on_a_reloaded_page_the_board_stays_with_its_last_word(run, comms):
+    board = Board(run, live=True, hz=4)
+    board._ipython_display_()
+    for _ in range(2):
+        comms[0].say(type="hello", fresh=True)
+    run.state = "finished"
+    until(lambda: not board_threads())
+    assert comms[0].messages[-1][0] != "comm_close"
+    assert comms[0].board_messages()[-1][0]["status"]["state"] == "finished"
+    sent = len(comms[0].board_messages())
+    comms[0].say(type="hello", fresh=True)  # and once more
+    until(lambda: len(comms[0].board_messages()) == sent + 1)
+    until(lambda: not board_threads())
+    assert comms[0].board_messages()[-1][0]["keyframe"]
+    board.close()
+    assert comms[0].messages[-1][0] == "comm_close"
+
+
 def test_freeze_leaves_the_run_alone(run, shown):
     board = Board(run, live=True)
     board._ipython_display_()

@@ -1,0 +1,134 @@
+"""The board in JupyterLab in a real browser: it appears, moves, follows the theme, stops, and leaves a picture."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import nbformat
+import pytest
+
+from tests.browser.lab import (
+    AT_STEP,
+    CHROMIUM,
+    REPOSITORY,
+    Lab,
+    board_data,
+    browser_page,
+    command,
+    open_notebook,
+    outputs,
+    save,
+    switch_theme,
+)
+
+pytestmark = [
+    pytest.mark.browser, pytest.mark.slow,
+    pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed; apt-get install chromium"),
+]
+QUICKSTART = "01-quickstart.ipynb"
+REPLAY = "replay.ipynb"
+GONE = "() => !document.querySelector('.dplab-board')"
+COLOURS = """() => [...document.querySelectorAll('.dplab-board canvas')].map(canvas => {
+  const pixels = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data, seen = new Set();
+  for (let i = 0; i < pixels.length; i += 4)
+    if (pixels[i + 3] > 250) seen.add(pixels[i] * 65536 + pixels[i + 1] * 256 + pixels[i + 2]);
+  return [...seen];
+})"""
+GROUND = """() => {
+  const style = getComputedStyle(document.querySelector('.dplab-board'));
+  return [style.backgroundColor, style.color].map(text => text.match(/[0-9]+/g).slice(0, 3).map(Number));
+}"""
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("lab")
+    root = folder / "notebooks"
+    root.mkdir()
+    shutil.copy(REPOSITORY / "notebooks" / QUICKSTART, root)
+    cells = ["from tests.widgets.replay import ReplayRun\nfrom dplab.widgets.board import Board\nrun = ReplayRun()",
+             "board = Board(run)\nboard", "import time\ntime.sleep(6)"]
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells], metadata={
+        "kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}})
+    nbformat.write(notebook, root / REPLAY)
+    server = Lab(root, folder / "scratch", ci=True)
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def page(lab):
+    with browser_page(width=1400, height=1100) as made:
+        asked: list[str] = []
+        complaints: list[str] = []
+        made.on("request", lambda request: asked.append(request.url))
+        made.on("pageerror", lambda error: complaints.append(str(error)))
+        yield made
+        elsewhere = [url for url in asked if not url.startswith((f"http://127.0.0.1:{lab.port}", "data:", "blob:"))]
+        assert elsewhere == []
+        assert complaints == []
+
+
+def test_notebook_01_shows_a_moving_board_and_saves_a_still_one(lab, page, tmp_path):
+    open_notebook(page, lab, QUICKSTART)
+    command(page, "notebook:run-all-cells")
+    page.wait_for_function(AT_STEP, arg=3, timeout=90_000)
+    before = board_data(page)
+    page.locator(".dplab-board").scroll_into_view_if_needed()
+    page.wait_for_function(AT_STEP, arg=int(before["step"]) + 3, timeout=60_000)
+    after = board_data(page)
+    assert int(after["seq"]) > int(before["seq"])
+    assert int(after["redraws"]) > int(before["redraws"])
+    drawn = page.evaluate(COLOURS)
+    assert len(drawn) == 5
+    orange, blue, vermillion = 0xE69F00, 0x0072B2, 0xD55E00
+    assert vermillion in drawn[0]                    # the smoothed loss
+    assert blue in drawn[2]                          # backward, and buckets against it
+    assert orange in drawn[2]
+    assert {blue, orange} <= set(drawn[3])           # parameters and gradients in memory
+    page.locator(".dplab-board").screenshot(path=str(tmp_path / "board.png"))
+
+    page.wait_for_function(GONE, timeout=60_000)     # the run was stopped: the picture stays
+    page.wait_for_function("() => document.body.innerText.includes('gradients against ddp')", timeout=120_000)
+    page.wait_for_function("() => !document.body.innerText.includes('[*]')", timeout=60_000)
+    page.screenshot(path=str(tmp_path / "page.png"))
+    assert not any("Traceback" in text for text in outputs(page))
+    save(page)
+    saved = json.loads((lab.root / QUICKSTART).read_text())
+    board = next(cell for cell in saved["cells"] if "run.dashboard()" in "".join(cell["source"]))
+    assert [sorted(output["data"]) for output in board["outputs"]] == [["image/svg+xml", "text/plain"]]
+    assert "stopped" in "".join(board["outputs"][0]["data"]["text/plain"])
+    assert "widgets" not in saved["metadata"]
+    assert (lab.root / QUICKSTART).stat().st_size < 200_000
+
+
+def test_board_follows_theme_rank_reload_and_its_stop_button(lab, page, tmp_path):
+    open_notebook(page, lab, REPLAY)
+    command(page, "notebook:run-all-cells")
+    page.wait_for_selector(".dplab-board canvas", state="attached", timeout=60_000)
+    began = board_data(page)
+    page.wait_for_function(AT_STEP, arg=int(began.get("step") or 0) + 8, timeout=30_000)  # while a cell sleeps
+    (ground, ink) = page.evaluate(GROUND)
+    assert sum(ground) > sum(ink)
+    switch_theme(page, "JupyterLab Dark")
+    page.wait_for_function("() => document.body.dataset.jpThemeLight === 'false'", timeout=30_000)
+    page.wait_for_timeout(1000)
+    (ground, ink) = page.evaluate(GROUND)
+    assert sum(ground) < sum(ink)
+    page.locator(".dplab-board").screenshot(path=str(tmp_path / "dark.png"))
+
+    page.locator(".dplab-board select").select_option("1")
+    page.wait_for_function("() => document.querySelector('.dplab-steps b').textContent === 'Step time, rank 1'")
+
+    save(page)
+    page.reload()
+    page.wait_for_function(AT_STEP, arg=1, timeout=60_000)
+    step = int(board_data(page)["step"])
+    page.wait_for_function(AT_STEP, arg=step + 8, timeout=30_000)
+
+    page.get_by_role("button", name="Stop run").click()
+    # a reloaded page no longer knows which output the picture replaces: the board stays, with its last word
+    page.wait_for_function("() => document.querySelector('.dplab-board').dataset.state === 'stopped'", timeout=30_000)
+    assert not page.get_by_role("button", name="Stop run").is_visible()
+    page.screenshot(path=str(tmp_path / "stopped.png"))
