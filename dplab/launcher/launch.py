@@ -73,8 +73,11 @@ def launch(
         starter = start_run(job, warm=warm)
         # Tells readers whose death would mean that the run never comes; it reads as starting until then.
         write_json(directory.path / "starter.json", starter)
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(directory.path, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise RunError(f"the run cannot be started in {directory.path}: {error.strerror}; free space there, "
+                           f"or set DPLAB_RUNS to another folder") from error
         raise
     return Run(directory)
 

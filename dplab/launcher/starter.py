@@ -22,7 +22,8 @@ from dplab.telemetry.process import LINUX, Identity
 _IMPORT_TIME = ("LD_", "PYTHON", "TORCH", "PYTORCH", "MKL_", "KMP_", "OMP_", "GOMP_", "OPENBLAS_", "ATEN_", "DNNL_",
                 "ONEDNN_", "MALLOC_")
 _SET_LATER = ("OMP_NUM_THREADS",)
-"""Variables that libraries read when they are imported: a rank whose launch differs in them starts cold."""
+"""Variables that libraries read when they are imported. Where they change in the launching process, its warm parent
+starts anew; a launch that asks for others (`env`) starts cold."""
 
 
 class WarmParent:
@@ -34,17 +35,12 @@ class WarmParent:
         self._owner = 0
         self._environ: dict[str, str] = {}
 
-    def fits(self, environ: Mapping[str, str]) -> bool:
-        """True where a process forked from it is like a fresh one of that environment."""
-        with self._lock:
-            return not self._serves() or self._environ == _import_time(environ)
-
     def submit(self, job: Job) -> Identity:
         """Hands a job over and returns who will start it; starts the warm parent where there is none."""
         line = job.to_json().encode() + b"\n"
         with self._lock:
             for _ in range(2):  # the one we have may just have ended
-                process = self._process if self._serves() else self._begin(job.environ)
+                process = self._process if self._serves() else self._begin()
                 assert process is not None
                 assert process.stdin is not None
                 identity = Identity.of(process.pid)
@@ -75,13 +71,14 @@ class WarmParent:
             return self._process.pid if self._process is not None and self._serves() else None
 
     def _serves(self) -> bool:
-        return self._process is not None and self._owner == os.getpid() and self._process.poll() is None
+        return (self._process is not None and self._owner == os.getpid() and self._process.poll() is None
+                and self._environ == _import_time(os.environ))
 
-    def _begin(self, environ: dict[str, str]) -> subprocess.Popen[bytes]:
+    def _begin(self) -> subprocess.Popen[bytes]:
         self._drop()
-        self._environ = _import_time(environ)
+        self._environ = _import_time(os.environ)
         # One thread: a pool of numpy's would not come along into the ranks.
-        process = _interpreter(["dplab.launcher.warm", str(os.getpid())], {**environ, "OPENBLAS_NUM_THREADS": "1"})
+        process = _interpreter(["dplab.launcher.warm", str(os.getpid())], {**os.environ, "OPENBLAS_NUM_THREADS": "1"})
         assert process.stdin is not None
         with contextlib.suppress(OSError):  # a wider pipe only saves waiting while it still imports torch
             fcntl.fcntl(process.stdin, getattr(fcntl, "F_SETPIPE_SZ", 1031), 1 << 20)
@@ -102,7 +99,8 @@ atexit.register(WARM.close)
 
 def start_run(job: Job, *, warm: bool | None) -> Identity:
     """Starts the supervisor of a run; returns the process from which it will come."""
-    if warm or (warm is None and LINUX and WARM.fits(job.environ)):
+    alike = _import_time(job.environ) == _import_time(os.environ)
+    if warm or (warm is None and LINUX and alike):
         return WARM.submit(job)
     return _start_cold(job)
 

@@ -46,6 +46,17 @@ def test_no_interpreter(monkeypatch: pytest.MonkeyPatch, runs_folder: Path) -> N
     assert not list(runs_folder.iterdir())
 
 
+def test_a_disk_that_fills_between_the_start_and_its_record(monkeypatch: pytest.MonkeyPatch, runs_folder: Path) -> None:
+    def start(job: Job, **options: Any) -> None:
+        (job.run.path / "starter.json").unlink()
+        (job.run.path / "starter.json").mkdir()
+
+    monkeypatch.setattr(launching, "start_run", start)
+    with pytest.raises(RunError, match=r"the run cannot be started in \S+: Is a directory; free space there, or set"):
+        dplab.launch(rank_programs.place)
+    assert not list(runs_folder.iterdir())
+
+
 def test_processes_that_end_at_once(monkeypatch: pytest.MonkeyPatch, job: Job) -> None:
     monkeypatch.setattr(starter, "Identity", SimpleNamespace(of=lambda pid: None))
     monkeypatch.setattr(sys, "executable", "/bin/false")
