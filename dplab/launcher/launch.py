@@ -68,6 +68,12 @@ def launch(
         strategy=spec.strategy, backend=backend, cwd=os.getcwd(), environ=environ,
         sys_path=[os.path.abspath(entry) for entry in sys.path],
         launcher=None if detach else Identity.of(os.getpid()), function=spec.function)
+    _start(directory, job, call, warm)
+    return Run(directory)
+
+
+def _start(directory: RunDirectory, job: Job, call: bytes, warm: bool | None) -> None:
+    """Leaves no directory behind where the run cannot be started."""
     try:
         _write(directory, call)
         starter = start_run(job, warm=warm)
@@ -79,7 +85,6 @@ def launch(
             raise RunError(f"the run cannot be started in {directory.path}: {error.strerror}; free space there, "
                            f"or set DPLAB_RUNS to another folder") from error
         raise
-    return Run(directory)
 
 
 def _check(function: payload.Function, world_size: int, strategy: Strategy | str | None, backend: str | None,

@@ -14,7 +14,7 @@ Kinds and what their `attrs` hold (bytes and ns are integers):
 | unshard, reshard | the unit's name | `bytes` |
 | data | loader | `samples`, `tokens` |
 | checkpoint | save, load | `bytes` |
-| gauge | memory | bytes by category (see CATEGORIES) and `process` (private bytes of the process) |
+| gauge | memory | bytes by category (see CATEGORIES) |
 | gauge | utilization | `cpu` (percent of one core), `gpu`, `gpu_memory`, `power` ...; a name that cannot be measured here is absent |
 | gauge | process | `private` and `resident` bytes of the process; like utilization sampled by the supervisor |
 | gauge | loss | `value` |
