@@ -119,7 +119,7 @@ class Board(anywidget.AnyWidget):
         """The board in words."""
         with self._guard:
             text = self._fold.summary(self._title(), rank)
-        problem = self.problem or self.run.failure
+        problem = self._trouble()
         return f"{text}\n  {problem}" if problem else text
 
     def svg(self, rank: int = 0) -> str:
@@ -226,6 +226,9 @@ class Board(anywidget.AnyWidget):
         self._read()  # written between the last read and the end
         return True
 
+    def _trouble(self) -> str | None:
+        return self.problem or (self.run.failure if self.run.state == "failed" else None)
+
     def _title(self) -> str:
         spec = self.run.spec
         ranks = f"{spec.world_size} rank{'s' if spec.world_size > 1 else ''}"
@@ -233,7 +236,7 @@ class Board(anywidget.AnyWidget):
         return f"{label}{spec.strategy or 'own strategy'}, {ranks}, {self.run.state}"
 
     def _status(self) -> dict[str, Any]:
-        return {"state": self.run.state, "problem": self.problem or self.run.failure, "title": self._title()}
+        return {"state": self.run.state, "problem": self._trouble(), "title": self._title()}
 
     def _spec(self) -> dict[str, Any]:
         spec = self.run.spec
