@@ -32,7 +32,8 @@ def svg(cells: Sequence[Chart | tuple[Chart, Chart]], *, title: str = "", column
     charts = [chart for cell in cells for chart in (cell if isinstance(cell, tuple) else (cell,))]
     alt = escape(". ".join([title, *(f"{chart.title}: {chart.note}" for chart in charts)]), quote=True)
     parts = [f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {width} {height}' width='100%' "
-             f"style='max-width:{width}px' role='img' aria-label='{alt}' {_FONT} font-size='11' fill='{theme.TEXT}'>", _HATCH]
+             f"style='max-width:{width}px' role='img' aria-label='{alt}' {_FONT} font-size='11' "
+             f"fill='{theme.TEXT}'>", _HATCH]
     if title:
         parts.append(f"<text x='8' y='17' font-size='14' font-weight='600'>{escape(title)}</text>")
     for index, cell in enumerate(cells):
