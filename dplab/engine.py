@@ -9,7 +9,6 @@ Everything hangs on module and parameter hooks, so calling the model or a part o
 from __future__ import annotations
 
 import os
-import weakref
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,12 +18,14 @@ import torch
 from torch import nn
 
 from dplab.core import build, norm
-from dplab.core.bucket import Bucket
-from dplab.core.gathers import GatheredUnit, Gathers, UnitHooks, in_backward
+from dplab.core.gathers import GatheredUnit, Gathers, UnitHooks
+from dplab.core.hooks import ForwardHooks, hook_parameters
 from dplab.core.ledger import Ledger
 from dplab.core.optim import OptimizerLike, OwnedOptimizer, make
 from dplab.core.params import Sharded
+from dplab.core.precision import scales_loss
 from dplab.core.reduction import Reduction
+from dplab.core.scaler import LossScaler
 from dplab.core.units import UnitRule, find_units
 from dplab.errors import RunStopped, StateError, UsageError
 from dplab.specs import Placement, Strategy
@@ -83,7 +84,7 @@ class Engine:
                  units: UnitRule) -> None:
         self.module, self.strategy, self.world, self.mesh = model, strategy, world, mesh
         self._recorder = recorder.current()
-        build.check_model(model, mesh)
+        build.check_model(model, strategy, mesh)
         made = make(optimizer, model)
         model.to(world.device)
         found = find_units(model, units)
@@ -93,7 +94,8 @@ class Engine:
         self._owned = OwnedOptimizer(made, trainable, whole=mesh.shard.size == 1)
         self.optimizer = made
         self._reduction = Reduction(trainable, mesh, self._recorder, accumulate=strategy.accumulate,
-                                    every_backward=strategy.reduces_every_backward)
+                                    every_backward=strategy.reduces_every_backward,
+                                    scaler=LossScaler() if scales_loss(strategy.precision) else None)
         for pool in pools:
             self._reduction.serve(pool)
         self._ledger = Ledger(self._buckets, pools, self._owned)
@@ -102,11 +104,11 @@ class Engine:
         if strategy.sharding.params is Placement.SHARDED:
             self._gather_units([GatheredUnit(unit, [b for b in self._buckets if set(b.names) & set(dict(
                 unit.parameters))], self._recorder) for unit in found])
-        self._hook_parameters(trainable)
-        self._hook_module()
+        hook_parameters(self._reduction)
+        ForwardHooks(model, self._reduction, self._ledger, strategy.precision, world.device)
+        made.zero_grad = model.zero_grad = self.zero_grad  # type: ignore[method-assign]
         self._step_began = now()
         self._loss: torch.Tensor | None = None
-        self._measured = False
 
     # ---- the loop
 
@@ -126,9 +128,10 @@ class Engine:
             raise UsageError(f"engine.backward(weight={weight!r}): the weight is a number of tokens or samples, >= 0")
         self._reduction.begin(None if weight is None else float(weight))
         self._loss = loss.detach() if weight is None else loss.detach() / max(weight, 1.0)
+        scaler = self._reduction.scaler
         try:
             if loss.requires_grad:
-                loss.backward()  # type: ignore[no-untyped-call]
+                (loss if scaler is None else loss * scaler.scale).backward()  # type: ignore[no-untyped-call]
             self._reduction.end()
         finally:
             self._reduction.abandon()
@@ -143,18 +146,22 @@ class Engine:
         if not reduction.due and not (last and reduction.window.backwards):
             return False
         reduction.close()
-        if self.strategy.clip_grad_norm is not None:
+        overflow = reduction.window.overflow
+        if self.strategy.clip_grad_norm is not None and not overflow:
             self.clip_grad_norm_(self.strategy.clip_grad_norm)
         began = now()
         self._recorder.phase("optimizer")
-        moved = any(any(bucket.moved) for bucket in reduction.buckets)
+        moved = not overflow and any(any(bucket.moved) for bucket in reduction.buckets)
         if moved:
             self._owned.step()
+            for bucket in reduction.buckets:
+                bucket.params.round_master()
         self._recorder.span("optimizer", type(self.optimizer).__name__, began, now())
         if self._gathers is not None:
             self._gathers.release()
-        for pending in [bucket.params.publish(bucket.index) for bucket in reduction.buckets]:
-            pending.wait()
+        if moved:
+            for pending in [bucket.params.publish(bucket.index) for bucket in reduction.buckets]:
+                pending.wait()
         self._end_step(moved)
         return moved
 
@@ -205,8 +212,7 @@ class Engine:
                     for parameter in bucket.parameters:
                         build.broadcast(parameter.detach(), self.mesh)
                     torch.autograd.graph.increment_version(bucket.parameters)
-                    if isinstance(bucket.params, Sharded):
-                        bucket.params.take_back()
+                    bucket.params.take_back()
 
     @contextmanager
     def _unsharded(self) -> Iterator[None]:
@@ -222,10 +228,21 @@ class Engine:
                 unit.reshard()
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
-        """The plain model's state_dict: its keys, shapes and order, full values on the CPU of every rank."""
+        """The plain model's state_dict: its keys, shapes and order, full values on the CPU of every rank.
+
+        Where the optimizer steps a master copy, its values are the ones given, not their rounding.
+        """
         with self._unsharded():
-            return {name: value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
-                    for name, value in self.module.state_dict().items()}
+            state = {name: value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
+                     for name, value in self.module.state_dict().items()}
+        exact: dict[nn.Parameter, torch.Tensor] = {}
+        for bucket in self._buckets:
+            if bucket.params.master is not None:
+                exact |= zip(bucket.parameters, [t.cpu() for t in bucket.whole(bucket.params.master)], strict=True)
+        for name, parameter in self.module.named_parameters(remove_duplicate=False):
+            if parameter in exact and name in state:
+                state[name] = exact[parameter].clone()
+        return state
 
     def full_grad(self, name: str) -> torch.Tensor | None:
         """The averaged gradient of a parameter once the window is closed; None where no rank has one."""
@@ -268,53 +285,13 @@ class Engine:
             raise StateError("model.state_dict() has no values while the parameters are sharded; call "
                              "engine.full_state_dict(), or read it inside engine.gathered()")
 
-    def _hook_parameters(self, buckets: Sequence[Bucket]) -> None:
-        # weak: torch's garbage collector does not see through a post-accumulate hook
-        reopen, came = weakref.WeakMethod(self._reduction.reopen), weakref.WeakMethod(self._reduction.came)
-
-        def hook(index: int, slot: int, parameter: nn.Parameter) -> None:
-            def before(_grad: torch.Tensor) -> None:
-                if (call := reopen()) is not None:
-                    call()
-
-            def after(_parameter: nn.Parameter) -> None:
-                if (call := came()) is not None:
-                    call(index, slot)
-
-            parameter.register_hook(before)  # type: ignore[no-untyped-call]
-            parameter.register_post_accumulate_grad_hook(after)  # type: ignore[no-untyped-call]
-
-        for place, bucket in enumerate(buckets):
-            for slot, parameter in enumerate(bucket.parameters):
-                hook(place, slot, parameter)
-        self.optimizer.zero_grad = self.zero_grad  # type: ignore[method-assign]
-        self.module.zero_grad = self.zero_grad  # type: ignore[method-assign]
-
-    def _hook_module(self) -> None:
-        began: list[tuple[int, Any]] = []
-
-        def enter(_module: nn.Module, _args: Any) -> None:
-            if not in_backward():
-                self._reduction.abandon()  # a plain loss.backward() before may have raised
-            measuring = None
-            if not self._measured and torch.is_grad_enabled() and self.module.training and not in_backward():
-                self._measured, measuring = True, self._ledger.measuring()
-                measuring.__enter__()
-            began.append((now(), measuring))
-            self._recorder.phase("forward")
-
-        def leave(module: nn.Module, _args: Any, _output: Any) -> None:
-            start, measuring = began.pop()
-            if measuring is not None:
-                measuring.__exit__(None, None, None)
-            self._recorder.span("forward", type(module).__name__, start, now())
-
-        self.module.register_forward_pre_hook(enter, prepend=True)
-        self.module.register_forward_hook(leave, always_call=True)
-
     def _end_step(self, moved: bool) -> None:
         reduction, end = self._reduction, now()
         micro_batches, stop = reduction.window.backwards, reduction.window.stop
+        if reduction.scaler is not None and reduction.window.closed:
+            reduction.scaler.update(overflow=reduction.window.overflow)
+            self._recorder.gauge("loss_scale", value=reduction.scaler.scale)
+            self._recorder.gauge("overflow", value=int(reduction.window.overflow))
         self._recorder.gauge("memory", **self._ledger.bytes())
         if self._loss is not None:
             self._recorder.gauge("loss", value=self._loss.item())

@@ -163,8 +163,6 @@ class Strategy:
     def not_implemented(self) -> list[str]:
         """Fields that ask for something this version cannot do; a run with any of them is refused."""
         asked = []
-        if self.precision != PRECISIONS["fp32"]:
-            asked.append(f"precision={self.precision.name or self.precision}")
         if self.recompute != "none":
             asked.append(f"recompute={self.recompute}")
         asked += [f"{name}={getattr(self, name)!r}" for name in ("topology", "shares")

@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 from dplab.core import grads, params
+from dplab.core.precision import Dtypes
 from dplab.layout import FlatLayout
-from dplab.specs import Placement, Sharding
+from dplab.specs import Placement, Sharding, Strategy
 from dplab.telemetry.recorder import now
 from dplab.wire.collectives import Pending
 from dplab.wire.world import Mesh
@@ -23,35 +24,40 @@ class Bucket:
     """Parameters of one dtype, device and trainability, in launch order `index`.
 
     `touched[i]`: a gradient came to slot i in this window, here. `moved[i]`: somewhere. `missing`: slots that
-    the backward under way has not reached yet.
+    the backward under way has not reached yet. `filled`: slots with something in the buffer that fills.
+    `divisor`: what the owned sums are still to be divided by; 1 but for fp16 sums, which would underflow.
     """
 
-    def __init__(self, index: int, named: Sequence[tuple[str, nn.Parameter]], mesh: Mesh) -> None:
+    def __init__(self, index: int, named: Sequence[tuple[str, nn.Parameter]], mesh: Mesh, strategy: Strategy) -> None:
         self.index, self.mesh = index, mesh
         self.names = [name for name, _ in named]
         self.parameters = [parameter for _, parameter in named]
         self.layout = FlatLayout.of([(name, tuple(p.shape)) for name, p in named], mesh.shard.size)
-        self.dtype, self.device = self.parameters[0].dtype, self.parameters[0].device
-        self.trainable = self.parameters[0].requires_grad
+        first = self.parameters[0]
+        self.device, self.trainable = first.device, first.requires_grad
+        self.dtypes = Dtypes.of(strategy, first.dtype) if first.is_floating_point() else Dtypes.as_is(first.dtype)
         self.params: params.Params
         self.grads: grads.Grads | None = None
         self.touched = [False] * len(named)
         self.moved = [False] * len(named)
         self.missing: set[int] = set()
+        self.filled: set[int] = set()
+        self.divisor = 1.0
         self.launched = False
         self.filled_at = 0
 
     def take_roles(self, sharding: Sharding, pool: grads.BufferPool | None) -> None:
         """Moves the parameters into their flat buffer and picks the roles."""
         role = params.Sharded if sharding.params is Placement.SHARDED else params.Resident
-        self.params = role(self.layout, self.parameters, self.mesh.shard)
+        self.params = role(self.layout, self.parameters, self.mesh.shard, self.dtypes)
         if not self.trainable:
             return
         shard, replicate = self.mesh.shard, self.mesh.replicate
         if pool is None:
-            self.grads = grads.Whole(self.layout, shard, replicate, dtype=self.dtype, device=self.device)
+            self.grads = grads.Whole(self.layout, shard, replicate, dtypes=self.dtypes, device=self.device)
         else:
-            self.grads = grads.Sharded(self.layout, shard, replicate, pool=pool, dtype=self.dtype, device=self.device)
+            self.grads = grads.Sharded(self.layout, shard, replicate, pool=pool, dtypes=self.dtypes,
+                                       device=self.device)
 
     def expect(self) -> None:
         """A backward begins: every slot is missing until its gradient comes."""
@@ -62,17 +68,24 @@ class Bucket:
         """Takes the gradient that autograd has just left on a parameter; True once no slot is missing.
 
         The first one of a window is copied into the slot and the slot's view takes its place; autograd then
-        adds later ones in place. A double backward leaves a new tensor that already holds the sum.
+        adds later ones in place. A double backward leaves a new tensor that already holds the sum. Where the
+        buffer is wider than the parameters, no view can take the place: every one is added here.
         """
         assert self.grads is not None
         parameter = self.parameters[slot]
-        assert parameter.grad is not None
+        grad = parameter.grad
+        assert grad is not None
         if self.grads.buffer is None:
             self.grads.open()
+            self.filled.clear()
         view = self.grads.views[slot]
-        if parameter.grad is not view:
-            view.copy_(parameter.grad.detach())
+        if view.dtype != grad.dtype:
+            view.add_(grad.detach()) if slot in self.filled else view.copy_(grad.detach())
+            parameter.grad = None
+        elif grad is not view:
+            view.copy_(grad.detach())
             parameter.grad = view
+        self.filled.add(slot)
         self.touched[slot] = True
         self.missing.discard(slot)
         if not self.missing:
@@ -84,11 +97,23 @@ class Bucket:
         assert self.grads is not None
         if self.grads.buffer is None:
             self.grads.open()
+            self.filled.clear()
         for slot, view in enumerate(self.grads.views):
-            if self.parameters[slot].grad is not view:
+            # a gradient that the user has set to None since counts as none
+            shown = view.dtype == self.dtypes.param
+            if slot not in self.filled or (shown and self.parameters[slot].grad is not view):
                 view.zero_()
         self.launched = True
         return self.grads.reduce(self.index, self.filled_at if not self.missing else now())
+
+    def first_not_finite(self) -> str | None:
+        """The first parameter whose unreduced gradient here is not finite, and what it is; None if all are."""
+        assert self.grads is not None
+        for slot in sorted(self.filled):
+            view = self.grads.views[slot]
+            if not torch.isfinite(view).all():
+                return f"{self.names[slot]!r} ({'NaN' if torch.isnan(view).any() else 'infinite'})"
+        return None
 
     def fold(self, *, last: bool) -> None:
         """The reduction has ended: keeps the owned part, takes the unreduced gradients off the parameters."""
@@ -99,7 +124,11 @@ class Bucket:
     def close(self, divisor: float) -> None:
         """The window's one division, on the owned part; where that is everything, `.grad` shows it."""
         assert self.grads is not None
-        self.grads.owned.div_(divisor)
+        if self.dtypes.grad == torch.float16:
+            self.divisor = divisor
+        else:
+            self.grads.owned.div_(divisor)
+        self.filled.clear()
         if self.grads.shows_owned:
             self.show()
 
@@ -117,13 +146,15 @@ class Bucket:
         """Takes a closed window up again, before autograd adds anything to it."""
         assert self.grads is not None
         self.hide()
-        self.grads.reopen(divisor)
+        self.grads.reopen(divisor / self.divisor)
+        self.divisor = 1.0
 
     def clear(self) -> None:
         """A new window: no gradient anywhere."""
         self.touched = [False] * len(self.parameters)
         self.moved = [False] * len(self.parameters)
         self.launched = False
+        self.divisor = 1.0
         if self.grads is not None:
             self.hide()
             self.grads.clear()
@@ -139,8 +170,12 @@ class Bucket:
         assert self.grads is not None
         if not self.moved[slot]:
             return None
-        whole = torch.zeros(self.layout.numel, dtype=self.dtype, device=self.device)
-        self.mesh.shard.segment(whole).copy_(self.grads.owned)
-        self.mesh.shard.all_gather(whole, purpose="control").wait()
-        place = self.layout.slots[slot]
-        return whole[place.start:place.stop].view(place.shape).clone()
+        whole = self.whole(self.grads.owned)[slot].clone()
+        return whole if self.divisor == 1.0 else whole.float() / self.divisor
+
+    def whole(self, owned: torch.Tensor) -> list[torch.Tensor]:
+        """Every slot's full values from all ranks' owned parts; collective along the shard axis."""
+        flat = owned.new_empty(self.layout.numel)
+        self.mesh.shard.segment(flat).copy_(owned)
+        self.mesh.shard.all_gather(flat, purpose="control").wait()
+        return [flat[slot.start:slot.stop].view(slot.shape) for slot in self.layout.slots]

@@ -23,19 +23,20 @@ from dplab.wire.world import Mesh
 
 Named = list[tuple[str, nn.Parameter]]
 
-FLOATS = (torch.float32, torch.float64)
-
-
-def check_model(model: nn.Module, mesh: Mesh) -> None:
+def check_model(model: nn.Module, strategy: Strategy, mesh: Mesh) -> None:
     """Refuses what cannot be trained here, by name; and ranks that do not hold the same model."""
     named = list(model.named_parameters())
     if not any(parameter.requires_grad and parameter.numel() for _, parameter in named):
         raise UsageError(f"model {type(model).__name__} has no trainable parameter; set requires_grad on what is to "
                          f"be trained")
     for name, parameter in named:
-        if parameter.requires_grad and parameter.dtype not in FLOATS:
-            raise UsageError(f"parameter {name!r} is {str(parameter.dtype).removeprefix('torch.')}; trainable "
-                             f"parameters are float32 or float64 under precision 'fp32': call model.float() first")
+        dtype = str(parameter.dtype).removeprefix("torch.")
+        if parameter.requires_grad and parameter.is_complex():
+            raise UsageError(f"parameter {name!r} is {dtype}; hold its real and imaginary parts as one real parameter "
+                             f"(torch.view_as_real) and use torch.view_as_complex in forward")
+        if parameter.requires_grad and parameter.element_size() < 4 and strategy.precision.param is None:
+            raise UsageError(f"parameter {name!r} is {dtype}; without a master copy small updates of it round away: "
+                             f"choose precision 'bf16' or 'fp16' in the strategy, or call model.float() first")
         if parameter.layout is not torch.strided:
             raise UsageError(f"parameter {name!r} is {parameter.layout}; only dense parameters can be laid out")
     described = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in named]
@@ -75,7 +76,8 @@ def build_buckets(model: nn.Module, units: Sequence[Unit], strategy: Strategy,
     """All buckets in launch order, with their roles; and the pools that sharded gradients fill from.
 
     A ZeRO-3 unit is one bucket, but for the root, whose parameters lie at both ends of the model and are cut
-    by size like everything else. The last registered come first, since backward meets them first.
+    by size like everything else. A bucket is full once backward has met its first registered parameter, and
+    buckets launch in that order.
     """
     order = {name: place for place, (name, _) in enumerate(model.named_parameters())}
     if strategy.sharding.params is Placement.SHARDED:
@@ -84,17 +86,17 @@ def build_buckets(model: nn.Module, units: Sequence[Unit], strategy: Strategy,
     else:
         pieces = [piece for alike in _alike(list(model.named_parameters()))
                   for piece in _by_size(alike, strategy.bucket_mb)]
-    pieces.sort(key=lambda piece: -order[piece[0][0]])
-    buckets = [Bucket(index, piece, mesh) for index, piece in enumerate(pieces)]
+    pieces.sort(key=lambda piece: -min(order[name] for name, _ in piece))
+    buckets = [Bucket(index, piece, mesh, strategy) for index, piece in enumerate(pieces)]
     pools: dict[tuple[torch.dtype, torch.device], BufferPool] = {}
     if strategy.sharding.grads is Placement.SHARDED:
-        for key in {(bucket.dtype, bucket.device) for bucket in buckets if bucket.trainable}:
-            longest = max(b.layout.numel for b in buckets if b.trainable and (b.dtype, b.device) == key)
+        for key in {(bucket.dtypes.unreduced, bucket.device) for bucket in buckets if bucket.trainable}:
+            longest = max(b.layout.numel for b in buckets if b.trainable and (b.dtypes.unreduced, b.device) == key)
             pools[key] = BufferPool(longest, *key)
     for bucket in buckets:
         for parameter in bucket.parameters:
             broadcast(parameter.detach(), mesh)
-        bucket.take_roles(strategy.sharding, pools.get((bucket.dtype, bucket.device)))
+        bucket.take_roles(strategy.sharding, pools.get((bucket.dtypes.unreduced, bucket.device)))
     return buckets, list(pools.values())
 
 

@@ -22,6 +22,7 @@ class Told:
     """What all ranks together said. `backwards` is 0 where no rank had one."""
 
     stop: bool
+    overflow: bool
     weighted: bool
     backwards: int
 
@@ -36,7 +37,7 @@ class Control:
     world: Collectives
     backwards: int
 
-    FLAGS = ("stop", "weighted", "unweighted")
+    FLAGS = ("stop", "overflow", "weighted", "unweighted")
 
     @classmethod
     def send(cls, world: Collectives, buckets: Sequence[Bucket], flags: dict[str, bool], backwards: int) -> Control:
@@ -52,7 +53,7 @@ class Control:
         """What all ranks said; marks in every bucket the slots that moved somewhere."""
         self.pending.wait()
         values = iter(self.message.tolist())
-        stop, weighted, unweighted = (bool(next(values)) for _ in self.FLAGS)
+        stop, overflow, weighted, unweighted = (bool(next(values)) for _ in self.FLAGS)
         digest, count = [next(values) for _ in range(8)], [next(values) for _ in range(8)]
         if not _agreed(digest):
             raise WireError(f"rank {self.world.rank} and another rank issued different collectives since the start; "
@@ -66,7 +67,7 @@ class Control:
                              f"engine.backward(loss_sum, weight=...)")
         for bucket in self.buckets:
             bucket.moved = [bool(next(values)) for _ in bucket.parameters]
-        return Told(stop, weighted, int.from_bytes(bytes(count[:4]), "little"))
+        return Told(stop, overflow, weighted, int.from_bytes(bytes(count[:4]), "little"))
 
 
 def _twice(data: bytes) -> list[int]:

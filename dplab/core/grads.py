@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 import torch
 
+from dplab.core.precision import Dtypes
 from dplab.layout import FlatLayout
 from dplab.wire.collectives import Collectives, Pending
 
@@ -55,9 +56,10 @@ class BufferPool:
 class _Role:
     """What both roles share: the buffer that fills, its slots' views, its gaps, the reduction."""
 
-    def __init__(self, layout: FlatLayout, shard: Collectives, replicate: Collectives) -> None:
-        self.layout, self.shard, self.replicate = layout, shard, replicate
+    def __init__(self, layout: FlatLayout, shard: Collectives, replicate: Collectives, dtypes: Dtypes) -> None:
+        self.layout, self.shard, self.replicate, self.dtypes = layout, shard, replicate, dtypes
         self.buffer: torch.Tensor | None = None
+        self.summed: torch.Tensor | None = None
         ends = [0, *(slot.stop for slot in layout.slots)]
         starts = [*(slot.start for slot in layout.slots), layout.numel]
         self._gaps = [(end, start) for end, start in zip(ends, starts, strict=True) if end < start]
@@ -71,30 +73,35 @@ class _Role:
             buffer[start:stop].zero_()
 
     def reduce(self, bucket: int, filled: int) -> Pending:
-        """Issues the sum over all ranks; afterwards this rank's segment of the buffer holds its part.
+        """Issues the sum over all ranks; afterwards `summed` holds this rank's part.
 
         Along a shard axis a reduce-scatter, along a replicate axis an all-reduce of what that left.
         """
         assert self.buffer is not None
-        own = self.shard.segment(self.buffer)
+        self.summed = self._target(self.shard.segment(self.buffer))
+        pending = self.shard.reduce_scatter(self.buffer, self.summed, bucket=bucket, filled=filled)
         if self.replicate.size == 1:
-            return self.shard.reduce_scatter(self.buffer, bucket=bucket, filled=filled)
+            return pending
         # the all-reduce needs the scattered sums, so it is issued when those are waited for
-        self.shard.reduce_scatter(self.buffer, bucket=bucket, filled=filled).wait()
-        return self.replicate.all_reduce(own, bucket=bucket, filled=filled)
+        pending.wait()
+        return self.replicate.all_reduce(self.summed, bucket=bucket, filled=filled)
+
+    def _target(self, own: torch.Tensor) -> torch.Tensor:
+        """Where the sum goes: in place, unless sums are kept in a wider dtype than what travels."""
+        return own if own.dtype == self.dtypes.grad else own.new_empty(own.shape, dtype=self.dtypes.grad)
 
 
 class Whole(_Role):
     """Full gradients for good; reduced in place. `carry` keeps earlier sums of a window that reduces often."""
 
     def __init__(self, layout: FlatLayout, shard: Collectives, replicate: Collectives, *,
-                 dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__(layout, shard, replicate)
+                 dtypes: Dtypes, device: torch.device) -> None:
+        super().__init__(layout, shard, replicate, dtypes)
         # full length, gradient dtype, lives as long as the engine
-        self._full = torch.zeros(layout.numel, dtype=dtype, device=device)
+        self._full = torch.zeros(layout.numel, dtype=dtypes.grad, device=device)
         self.owned = shard.segment(self._full)
         self._carry: torch.Tensor | None = None
-        self.shows_owned = shard.size == 1
+        self.shows_owned = shard.size == 1 and dtypes.grad == dtypes.param != torch.float16
 
     @property
     def held_bytes(self) -> int:
@@ -124,11 +131,11 @@ class Sharded(_Role):
     shows_owned = False
 
     def __init__(self, layout: FlatLayout, shard: Collectives, replicate: Collectives, *,
-                 pool: BufferPool, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__(layout, shard, replicate)
+                 pool: BufferPool, dtypes: Dtypes, device: torch.device) -> None:
+        super().__init__(layout, shard, replicate, dtypes)
         self._pool = pool
         # shard length, gradient dtype, lives as long as the engine
-        self.owned = torch.zeros(layout.shard_numel, dtype=dtype, device=device)
+        self.owned = torch.zeros(layout.shard_numel, dtype=dtypes.grad, device=device)
         self._holds = False
         self._lent: torch.Tensor | None = None
 
@@ -142,12 +149,11 @@ class Sharded(_Role):
 
     def fold(self, *, last: bool) -> None:
         """Adds the reduced segment to the shard and gives the buffer back."""
-        assert self.buffer is not None
-        part = self.shard.segment(self.buffer)
+        assert self.summed is not None
         if self._holds:
-            self.owned.add_(part)
+            self.owned.add_(self.summed)
         else:
-            self.owned.copy_(part)
+            self.owned.copy_(self.summed)
         self._holds = True
         self._release()
 
@@ -161,7 +167,7 @@ class Sharded(_Role):
     def _release(self) -> None:
         if self._lent is not None:
             self._pool.give_back(self._lent)
-        self._lent = self.buffer = None
+        self._lent = self.buffer = self.summed = None
         self.views = []
 
 

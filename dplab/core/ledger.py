@@ -32,7 +32,7 @@ class Ledger:
             "params": sum(bucket.params.held_bytes for bucket in self.buckets),
             "grads": sum(bucket.grads.held_bytes for bucket in self.buckets if bucket.grads is not None),
             "optimizer": self.optimizer.state_bytes,
-            "master": 0,
+            "master": sum(bucket.params.master_bytes for bucket in self.buckets),
             "gathered": sum(bucket.params.gathered_bytes for bucket in self.buckets),
             "buckets": sum(pool.nbytes for pool in self.pools),
             "activations": self.activations,

@@ -23,19 +23,23 @@ def global_norm(buckets: Sequence[Bucket], mesh: Mesh, norm_type: float) -> torc
         for slot, start, stop in bucket.owned_slots():
             if bucket.moved[slot]:
                 part = bucket.grads.owned[start:stop]
-                parts.append(torch.linalg.vector_norm(part, norm_type, dtype=torch.float64))
+                parts.append(torch.linalg.vector_norm(part, norm_type, dtype=torch.float64) / bucket.divisor)
     device = buckets[0].device
     own = torch.stack(parts) if parts else torch.zeros(1, dtype=torch.float64, device=device)
     every = torch.zeros(mesh.shard.size, dtype=torch.float64, device=device)
     every[mesh.shard.rank] = own.max() if math.isinf(norm_type) else (own**norm_type).sum()
     mesh.shard.all_gather(every, purpose="control").wait()
     total = every.max() if math.isinf(norm_type) else every.sum() ** (1.0 / norm_type)
-    return total.to(torch.float64 if buckets[0].dtype == torch.float64 else torch.float32)
+    return total.to(torch.float64 if buckets[0].dtypes.grad == torch.float64 else torch.float32)
 
 
 def clip(buckets: Sequence[Bucket], norm: torch.Tensor, max_norm: float) -> None:
     """Scales the owned gradients so that their global norm is at most `max_norm` (torch's formula)."""
-    scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    # as a number: a 0-dim tensor would be rounded to the gradients' dtype first
+    scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0).item()
     for bucket in buckets:
         assert bucket.grads is not None
-        bucket.grads.owned.mul_(scale.to(bucket.dtype))
+        if bucket.divisor == 1.0:
+            bucket.grads.owned.mul_(scale)
+        else:
+            bucket.divisor /= scale

@@ -99,7 +99,10 @@ class OwnedOptimizer:
             for run in runs:
                 assert run.bucket.grads is not None
                 moved = run.bucket.moved[run.slots[0]]
-                grad = run.bucket.grads.owned[run.start:run.stop]
+                # a cast where a master copy is stepped: it lives until the end of this step
+                grad = run.bucket.grads.owned[run.start:run.stop].to(run.parameter.dtype)
+                if run.bucket.divisor != 1.0:
+                    grad = grad / run.bucket.divisor
                 run.parameter.grad = grad.view(run.parameter.shape) if moved else None
         # a scheduler watches for this mark, which its own wrapper around step would have set
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
@@ -154,7 +157,7 @@ def _part(value: Any, part: slice, along: torch.Tensor) -> Any:
 
 
 def _run(bucket: Bucket, start: int, stop: int, slots: Sequence[int]) -> Run:
-    return Run(bucket, start, stop, tuple(slots), nn.Parameter(bucket.params.owned[start:stop]))
+    return Run(bucket, start, stop, tuple(slots), nn.Parameter(bucket.params.stepped[start:stop]))
 
 
 def _merged(places: Sequence[tuple[Bucket, int]]) -> list[Run]:
@@ -180,7 +183,7 @@ def _whole_slots(places: Sequence[tuple[Bucket, int]]) -> list[Run]:
     for bucket, slot in places:
         at = bucket.layout.slots[slot]
         run = _run(bucket, at.start, at.stop, [slot])
-        run.parameter = nn.Parameter(bucket.params.owned[at.start:at.stop].view(at.shape))
+        run.parameter = nn.Parameter(bucket.params.stepped[at.start:at.stop].view(at.shape))
         runs.append(run)
     return runs
 

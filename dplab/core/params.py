@@ -12,18 +12,49 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from dplab.core.precision import Dtypes
 from dplab.layout import FlatLayout
 from dplab.wire.collectives import DONE, Collectives, Pending
 
 
-class Resident:
+class _Stepped:
+    """What the optimizer steps: the owned part, or its master copy in a wider dtype."""
+
+    owned: torch.Tensor
+    master: torch.Tensor | None
+    """shard length, fp32, lives as long as the engine; None where the owned part is stepped itself"""
+
+    @property
+    def stepped(self) -> torch.Tensor:
+        return self.owned if self.master is None else self.master
+
+    @property
+    def master_bytes(self) -> int:
+        return 0 if self.master is None else _nbytes(self.master)
+
+    def round_master(self) -> None:
+        """The owned part becomes the master's rounding."""
+        if self.master is not None:
+            self.owned.copy_(self.master)
+
+    def refresh_master(self) -> None:
+        """Where somebody wrote to the owned part, the master takes that value; elsewhere it keeps its digits."""
+        if self.master is not None:
+            written = self.owned != self.master.to(self.owned.dtype)
+            self.master[written] = self.owned[written].to(self.master.dtype)
+
+
+class Resident(_Stepped):
     """The full values, always: one flat buffer of which the module's parameters are views for good."""
 
-    def __init__(self, layout: FlatLayout, parameters: Sequence[nn.Parameter], axis: Collectives) -> None:
+    def __init__(self, layout: FlatLayout, parameters: Sequence[nn.Parameter], axis: Collectives,
+                 dtypes: Dtypes) -> None:
         self.parameters, self.axis = parameters, axis
-        # full length, the parameters' dtype, lives as long as the engine
-        self.flat = _flattened(layout, parameters)
+        exact = _flattened(layout, parameters)
+        # full length, the computing dtype, lives as long as the engine
+        self.flat = exact.to(dtypes.param)
         self.owned = axis.segment(self.flat)
+        self.master = _master(axis.segment(exact), dtypes)
         for slot, parameter in zip(layout.slots, parameters, strict=True):
             parameter.data = self.flat[slot.start:slot.stop].view(slot.shape)
 
@@ -46,8 +77,12 @@ class Resident:
     def reshard(self) -> None:
         pass
 
+    def take_back(self) -> None:
+        """Somebody wrote to the full values."""
+        self.refresh_master()
 
-class Sharded:
+
+class Sharded(_Stepped):
     """One slice on every rank; the full values only between `unshard` and `reshard`.
 
     The full buffer is one storage for the life of the engine, emptied by resizing it to 0 and refilled in
@@ -56,10 +91,13 @@ class Sharded:
     so that using one outside its unit gives NaN or an error, never memory that is not ours.
     """
 
-    def __init__(self, layout: FlatLayout, parameters: Sequence[nn.Parameter], axis: Collectives) -> None:
+    def __init__(self, layout: FlatLayout, parameters: Sequence[nn.Parameter], axis: Collectives,
+                 dtypes: Dtypes) -> None:
         self.parameters, self.axis = parameters, axis
         self._layout = layout
-        self.full = _flattened(layout, parameters)
+        exact = _flattened(layout, parameters)
+        self.full = exact.to(dtypes.param)
+        self.master = _master(axis.segment(exact), dtypes)
         self._full_bytes = _nbytes(self.full)
         # shard length, lives as long as the engine: the only lasting copy
         self.owned = axis.segment(self.full).clone()
@@ -119,6 +157,7 @@ class Sharded:
     def take_back(self) -> None:
         """Copies the owned slice of the full values into the shard, after somebody wrote to them."""
         self.owned.copy_(self.axis.segment(self.full))
+        self.refresh_master()
 
     def _cut(self, full: torch.Tensor) -> list[torch.Tensor]:
         return [full[slot.start:slot.stop].view(slot.shape) for slot in self._layout.slots]
@@ -136,6 +175,10 @@ def _flattened(layout: FlatLayout, parameters: Sequence[nn.Parameter]) -> torch.
     for slot, parameter in zip(layout.slots, parameters, strict=True):
         flat[slot.start:slot.stop].view(slot.shape).copy_(parameter.detach())
     return flat
+
+
+def _master(exact: torch.Tensor, dtypes: Dtypes) -> torch.Tensor | None:
+    return None if dtypes.master is None else exact.to(dtypes.master, copy=True)
 
 
 def _nbytes(tensor: torch.Tensor) -> int:

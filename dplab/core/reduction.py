@@ -19,6 +19,7 @@ import torch
 from dplab.core.bucket import Bucket
 from dplab.core.control import Control, Told
 from dplab.core.grads import BufferPool
+from dplab.core.scaler import LossScaler
 from dplab.errors import StateError
 from dplab.telemetry.recorder import Recorder, now
 from dplab.wire.collectives import Pending
@@ -37,14 +38,15 @@ class Window:
     closed: bool = False
     divisor: float = 1.0
     stop: bool = False
+    overflow: bool = False
 
 
 class Reduction:
     """All trainable buckets of an engine, in launch order."""
 
     def __init__(self, buckets: Sequence[Bucket], mesh: Mesh, recorder: Recorder, *, accumulate: int,
-                 every_backward: bool) -> None:
-        self.buckets, self.mesh, self.recorder = buckets, mesh, recorder
+                 every_backward: bool, scaler: LossScaler | None = None) -> None:
+        self.buckets, self.mesh, self.recorder, self.scaler = buckets, mesh, recorder, scaler
         self.accumulate, self.every_backward = accumulate, every_backward
         self.window = Window()
         self.syncing = True
@@ -56,6 +58,7 @@ class Reduction:
         self._task = -1
         self._began = 0
         self._weight: float | None = None
+        self._suspect: str | None = None
 
     @property
     def due(self) -> bool:
@@ -82,6 +85,9 @@ class Reduction:
     def came(self, place: int, slot: int) -> None:
         """A gradient has come to a slot of the bucket at `place`; launches what is ready."""
         bucket = self.buckets[place]
+        if self.scaler is not None and not self._open:
+            raise StateError("loss.backward() was called under a precision that scales the loss; call "
+                             "engine.backward(loss)")
         self.begin()
         task = torch._C._current_graph_task_id()
         if task != self._task:
@@ -126,11 +132,17 @@ class Reduction:
         if self.window.unreduced:
             self._launch_rest()
         flags = {"weighted": self.window.weighted, "unweighted": self.window.unweighted,
-                 "stop": self.recorder.stop_requested()}
+                 "stop": self.recorder.stop_requested(), "overflow": False}
+        if self.scaler is not None:
+            # the vote is about the sums, so these must be there before it
+            self._end_all(last=True)
+            flags["overflow"] = any(not _finite(bucket) for bucket in self.buckets)
         control = Control.send(self.mesh.world, self.buckets, flags, self.window.backwards)
         self._end_all(last=True)
         told = control.read()
-        self.window.stop = told.stop
+        self.window.stop, self.window.overflow = told.stop, told.overflow
+        if told.overflow:
+            self._refuse_at_floor()
         self.window.divisor = self._divisor(told)
         for bucket in self.buckets:
             bucket.close(self.window.divisor)
@@ -149,7 +161,7 @@ class Reduction:
             self._in_flight.popleft()[1].wait()
         for bucket in self.buckets:
             bucket.clear()
-        self.window = Window()
+        self.window, self._suspect = Window(), None
         self._open, self._task, self._next = False, -1, 0
 
     def abandon(self) -> None:
@@ -173,18 +185,31 @@ class Reduction:
             self.window.weight += self._weight
 
     def _divisor(self, told: Told) -> float:
+        scale = 1.0 if self.scaler is None else self.scaler.scale
         if not told.weighted:
-            return float(self.mesh.world.size * (max(1, told.backwards) if self.accumulate > 1 else 1))
+            return scale * self.mesh.world.size * (max(1, told.backwards) if self.accumulate > 1 else 1)
         total = torch.tensor([self.window.weight], dtype=torch.float64, device=self.buckets[0].device)
         self.mesh.world.all_reduce(total, purpose="control").wait()
         if not total.item() > 0:
             raise StateError(f"the weights given to engine.backward() add up to {total.item()} over all ranks; "
                              f"they must be above 0 (a number of tokens or samples)")
-        return float(total.item())
+        return scale * float(total.item())
+
+    def _refuse_at_floor(self) -> None:
+        """An overflow that no smaller scale can answer: every rank says where it came from."""
+        if self.scaler is None or not self.scaler.at_floor:
+            return
+        every = self.mesh.world.gather_objects(self._suspect)
+        found = [f"rank {rank}: the gradient of {where}" for rank, where in enumerate(every) if where]
+        raise StateError(f"gradients are not finite at the smallest loss scale ({self.scaler.scale}), first on "
+                         f"{'; '.join(found) or 'the sum over ranks'}; look at the loss and the inputs there, or lower "
+                         f"the learning rate")
 
     def _launch(self) -> None:
         bucket = self.buckets[self._next]
         self._next += 1
+        if self.scaler is not None and self.scaler.at_floor:
+            self._suspect = self._suspect or bucket.first_not_finite()
         self._in_flight.append((bucket, bucket.reduce()))
 
     def _launch_rest(self) -> None:
@@ -203,3 +228,9 @@ class Reduction:
         while self._end_oldest(last=last):
             pass
         self._next = 0
+
+
+def _finite(bucket: Bucket) -> bool:
+    """Whether every owned sum is; padding is zero and always is."""
+    assert bucket.grads is not None
+    return bool(torch.isfinite(bucket.grads.owned).all())

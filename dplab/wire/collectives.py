@@ -32,6 +32,11 @@ class Work(Protocol):
         """Returns when the result is in place; raises WireError if it never will be."""
 
 
+def summable(part: torch.Tensor) -> torch.Tensor:
+    """A copy that sums can be added to: fp32 at least."""
+    return part.float() if part.is_floating_point() and part.element_size() < 4 else part.clone()
+
+
 class Transport(Protocol):
     """One group of ranks and the way between them. Calls are issued in the same order on every rank."""
 
@@ -41,7 +46,7 @@ class Transport(Protocol):
     """Collectives whose algorithm is somebody else's: their bytes are by its documentation, not by our sends."""
 
     def all_reduce(self, flat: torch.Tensor, op: Op) -> Work: ...
-    def reduce_scatter(self, flat: torch.Tensor) -> Work: ...
+    def reduce_scatter(self, flat: torch.Tensor, out: torch.Tensor) -> Work: ...
     def all_gather(self, flat: torch.Tensor) -> Work: ...
     def broadcast(self, flat: torch.Tensor, source: int) -> Work: ...
     def gather_objects(self, value: Any) -> list[Any]: ...
@@ -103,10 +108,17 @@ class Collectives:
         """Every rank ends with the sum (or maximum) over ranks. Sends 2 (N-1)/N of the tensor."""
         return self._issue("all_reduce", lambda: self.transport.all_reduce(flat, op), flat, 2, purpose, bucket, filled)
 
-    def reduce_scatter(self, flat: torch.Tensor, *, bucket: int | None = None,
+    def reduce_scatter(self, flat: torch.Tensor, out: torch.Tensor | None = None, *, bucket: int | None = None,
                        filled: int | None = None) -> Pending:
-        """Each rank's own segment ends as the sum over ranks. Sends (N-1)/N of the tensor."""
-        return self._issue("reduce_scatter", lambda: self.transport.reduce_scatter(flat), flat, 1, "grads",
+        """`out` (this rank's own segment, unless given) ends as the sum over ranks. Sends (N-1)/N of the tensor.
+
+        2-byte values are added in fp32 and rounded once, to the dtype of `out`.
+        """
+        own = self.segment(flat)
+        target = own if out is None else out
+        if self.size == 1 and target is not own:
+            target.copy_(own)
+        return self._issue("reduce_scatter", lambda: self.transport.reduce_scatter(flat, target), flat, 1, "grads",
                            bucket, filled)
 
     def all_gather(self, flat: torch.Tensor, *, purpose: Purpose = "params", bucket: int | None = None) -> Pending:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from dplab.errors import WireError
 from dplab.telemetry.recorder import now
-from dplab.wire.collectives import Op, Transport, Work
+from dplab.wire.collectives import Op, Transport, Work, summable
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
@@ -49,9 +49,21 @@ class GroupWork:
         if self._finish is not None:
             self._finish()
 
+    def then(self, more: Callable[[], None]) -> GroupWork:
+        """The same work with more to do at its end."""
+        first = self._finish
+
+        def both() -> None:
+            if first is not None:
+                first()
+            more()
+
+        self._finish = both
+        return self
+
 
 class NativeTransport:
-    """The backend's own collectives, in place."""
+    """The backend's own collectives, in place; 2-byte sums are built here, since the backend rounds at every hop."""
 
     modelled = frozenset({"all_reduce", "reduce_scatter", "all_gather", "broadcast"})
 
@@ -60,11 +72,14 @@ class NativeTransport:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
 
     def all_reduce(self, flat: torch.Tensor, op: Op) -> Work:
+        if op == "sum" and _is_short(flat):
+            return self._short_all_reduce(flat)
         return GroupWork([dist.all_reduce(flat, _OPS[op], group=self.group, async_op=True)])
 
-    def reduce_scatter(self, flat: torch.Tensor) -> Work:
-        own = flat.view(self.size, -1)[self.rank]
-        return GroupWork([_reduce_scatter(own, flat, group=self.group, async_op=True)])
+    def reduce_scatter(self, flat: torch.Tensor, out: torch.Tensor) -> Work:
+        if _is_short(flat):
+            return self._summing_reduce_scatter(flat, out)
+        return GroupWork([_reduce_scatter(out, flat, group=self.group, async_op=True)])
 
     def all_gather(self, flat: torch.Tensor) -> Work:
         own = flat.view(self.size, -1)[self.rank]
@@ -78,26 +93,40 @@ class NativeTransport:
         dist.all_gather_object(values, value, group=self.group)
         return values
 
+    def _summing_reduce_scatter(self, flat: torch.Tensor, out: torch.Tensor) -> GroupWork:
+        # received: one segment of every rank (own included), in rank order; lives until the sum below
+        received = torch.empty_like(flat)
+        work = dist.all_to_all_single(received, flat, group=self.group, async_op=True)
+
+        def sum_in_rank_order() -> None:
+            parts = received.view(self.size, -1)
+            total = summable(parts[0]) if _is_short(flat) else parts[0]
+            for part in parts[1:]:
+                total.add_(part)
+            out.copy_(total)
+
+        return GroupWork([work], sum_in_rank_order)
+
+    def _short_all_reduce(self, flat: torch.Tensor) -> GroupWork:
+        """Reduce-scatter with fp32 sums, then all-gather: an all-reduce's bytes, rounded once."""
+        padded = flat.new_zeros(-(-flat.numel() // self.size) * self.size)
+        padded[:flat.numel()].copy_(flat)
+        work = self._summing_reduce_scatter(padded, padded.view(self.size, -1)[self.rank])
+
+        def gather() -> None:
+            self.all_gather(padded).wait()
+            flat.copy_(padded[:flat.numel()])
+
+        return work.then(gather)
+
 
 class GlooTransport(NativeTransport):
     """Textbook volumes on gloo. Tensors of a GPU travel through host copies: gloo moves host memory only."""
 
     modelled = frozenset({"all_reduce", "broadcast"})
 
-    def reduce_scatter(self, flat: torch.Tensor) -> Work:
-        sent = flat.cpu()
-        # received: one segment of every rank (own included), in rank order; lives until the sum below
-        received = torch.empty_like(sent)
-        work = dist.all_to_all_single(received, sent, group=self.group, async_op=True)
-
-        def sum_in_rank_order() -> None:
-            parts = received.view(self.size, -1)
-            total = parts[0]
-            for part in parts[1:]:
-                total.add_(part)
-            flat.view(self.size, -1)[self.rank].copy_(total)
-
-        return GroupWork([work], sum_in_rank_order)
+    def reduce_scatter(self, flat: torch.Tensor, out: torch.Tensor) -> Work:
+        return self._summing_reduce_scatter(flat.cpu(), out)
 
     def all_gather(self, flat: torch.Tensor) -> Work:
         host = flat.cpu()
@@ -106,6 +135,8 @@ class GlooTransport(NativeTransport):
         return GroupWork(works, _copy_back(host, flat))
 
     def all_reduce(self, flat: torch.Tensor, op: Op) -> Work:
+        if op == "sum" and _is_short(flat):
+            return self._short_all_reduce(flat)
         host = flat.cpu()
         work = dist.all_reduce(host, _OPS[op], group=self.group, async_op=True)
         return GroupWork([work], _copy_back(host, flat))
@@ -114,6 +145,10 @@ class GlooTransport(NativeTransport):
         host = flat.cpu()
         work = dist.broadcast(host, group_src=source, group=self.group, async_op=True)
         return GroupWork([work], _copy_back(host, flat))
+
+
+def _is_short(flat: torch.Tensor) -> bool:
+    return flat.is_floating_point() and flat.element_size() < 4
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:

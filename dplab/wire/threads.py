@@ -17,7 +17,7 @@ import torch
 
 from dplab.errors import WireError
 from dplab.telemetry.recorder import now
-from dplab.wire.collectives import Op, Work
+from dplab.wire.collectives import Op, Work, summable
 
 T = TypeVar("T")
 
@@ -104,13 +104,13 @@ class ThreadTransport:
 
         return self._join(_call(f"all_reduce({op})", flat), flat.detach(), reduce)
 
-    def reduce_scatter(self, flat: torch.Tensor) -> Work:
-        def reduce(flats: list[torch.Tensor]) -> None:
-            segments = [each.view(self.size, -1) for each in flats]
-            for rank, own in enumerate(segments):
-                own[rank].copy_(_reduced([each[rank] for each in segments], "sum"))
+    def reduce_scatter(self, flat: torch.Tensor, out: torch.Tensor) -> Work:
+        def reduce(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+            segments = [each.view(self.size, -1) for each, _ in pairs]
+            for rank, (_, target) in enumerate(pairs):
+                target.copy_(_reduced([each[rank] for each in segments], "sum"))
 
-        return self._join(_call("reduce_scatter", flat), flat.detach(), reduce)
+        return self._join(_call("reduce_scatter", flat), (flat.detach(), out.detach()), reduce)
 
     def all_gather(self, flat: torch.Tensor) -> Work:
         def gather(flats: list[torch.Tensor]) -> None:
@@ -201,7 +201,7 @@ def _call(name: str, flat: torch.Tensor) -> str:
 
 
 def _reduced(parts: list[torch.Tensor], op: Op) -> torch.Tensor:
-    total = parts[0].clone()
+    total = summable(parts[0])
     for part in parts[1:]:
         total = total.add_(part) if op == "sum" else torch.maximum(total, part)
     return total

@@ -13,6 +13,7 @@ import dplab
 from dplab.planner import footprint
 from dplab.specs import SHARDINGS, Strategy
 from tests import worlds
+from tests.worlds import in_threads
 
 STEPS = 3
 
@@ -133,6 +134,22 @@ def test_zero2_holds_at_most_its_shard_and_two_buckets(size: int) -> None:
         assert len(seen) == 3 * 15
         assert max(seen) <= total // size + 2 * bucket
         assert max(seen) > total // size
+
+
+@pytest.mark.parametrize("bucket_mb", ["0.01", "1"])
+@pytest.mark.parametrize("name", SHARDINGS)
+def test_reductions_start_while_backward_runs(name: str, bucket_mb: str) -> None:
+    def body() -> int:
+        engine = dplab.parallelize(Stack(), worlds.adamw, f"{name}+bucket_mb={bucket_mb}")
+        launched: list[int] = []
+        engine.module.blocks[0].weight.register_post_accumulate_grad_hook(
+            lambda _: launched.append(sum(bucket.launched for bucket in engine._buckets)))
+        engine.backward(engine(torch.zeros(2, 5, dtype=torch.int64)))
+        return launched[0]
+
+    # one bucket for everything cannot start early; ZeRO-3's are its units, whatever the size
+    least = 5 if bucket_mb == "0.01" or name == "zero3" else 0
+    assert all(count >= least for count in in_threads(2, body))
 
 
 def set_up(strategy: str) -> tuple[list[int], int]:

@@ -1,0 +1,77 @@
+"""Hooks on parameters (a gradient is coming, has come) and around the model's forward.
+
+(The hooks that gather ZeRO-3 units are with the units, in `gathers`.)
+"""
+
+from __future__ import annotations
+
+import weakref
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map_only
+
+from dplab.core import precision
+from dplab.core.gathers import in_backward
+from dplab.core.ledger import Ledger
+from dplab.core.reduction import Reduction
+from dplab.specs import Precision
+from dplab.telemetry.recorder import now
+
+
+def hook_parameters(reduction: Reduction) -> None:
+    """Tells `reduction` before autograd adds to a parameter's gradient, and after."""
+    # weak: torch's garbage collector does not see through a post-accumulate hook
+    reopen, came = weakref.WeakMethod(reduction.reopen), weakref.WeakMethod(reduction.came)
+
+    def hook(place: int, slot: int, parameter: nn.Parameter) -> None:
+        def before(_grad: torch.Tensor) -> None:
+            if (call := reopen()) is not None:
+                call()
+
+        def after(_parameter: nn.Parameter) -> None:
+            if (call := came()) is not None:
+                call(place, slot)
+
+        parameter.register_hook(before)  # type: ignore[no-untyped-call]
+        parameter.register_post_accumulate_grad_hook(after)  # type: ignore[no-untyped-call]
+
+    for place, bucket in enumerate(reduction.buckets):
+        for slot, parameter in enumerate(bucket.parameters):
+            hook(place, slot, parameter)
+
+
+class ForwardHooks:
+    """Around every forward of the model: its span, its dtypes, and once what autograd saves in it."""
+
+    def __init__(self, model: nn.Module, reduction: Reduction, ledger: Ledger, chosen: Precision,
+                 device: torch.device) -> None:
+        self.reduction, self.ledger, self.chosen, self.device = reduction, ledger, chosen, device
+        self._measured = False
+        self._under_way: list[tuple[int, ExitStack]] = []
+        model.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)
+        model.register_forward_hook(self._leave, always_call=True)
+
+    def _enter(self, model: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        if not in_backward():
+            self.reduction.abandon()  # a plain loss.backward() before may have raised
+        around = ExitStack()
+        around.enter_context(precision.autocast(self.chosen, self.device))
+        if not self._measured and torch.is_grad_enabled() and model.training and not in_backward():
+            self._measured = True
+            around.enter_context(self.ledger.measuring())
+        self._under_way.append((now(), around))
+        self.reduction.recorder.phase("forward")
+        if self.chosen.param is None:
+            return None
+        dtype = precision.TORCH[self.chosen.param]
+        cast: tuple[Any, Any] = tree_map_only(
+            torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, (args, kwargs))
+        return cast
+
+    def _leave(self, model: nn.Module, _args: Any, _output: Any) -> None:
+        start, around = self._under_way.pop()
+        around.close()
+        self.reduction.recorder.span("forward", type(model).__name__, start, now())
