@@ -68,8 +68,9 @@ DTYPE_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 class Precision:
     """Dtypes of the parameters, the accumulated gradients, the wire's sums and the optimizer's master copy.
 
-    `None` keeps the model's own dtype (float64 stays float64); `master=None` means that the optimizer steps
-    the parameters themselves; `autocast` is the dtype of torch.autocast around the forward, or None.
+    `None` keeps the model's own dtype (float64 stays float64); `reduce` is the dtype in which ranks are summed,
+    fp32 whatever narrower dtype travels; `master=None` means that the optimizer steps the parameters
+    themselves; `autocast` is the dtype of torch.autocast around the forward, or None.
     """
 
     param: str | None = None
@@ -85,6 +86,10 @@ class Precision:
                 raise UsageError(
                     f"Precision({field.name}={value!r}) is not a dtype; use one of {', '.join(DTYPE_BYTES)}, or None"
                 )
+
+        if self.reduce not in (None, "fp32"):
+            raise UsageError(f"Precision(reduce={self.reduce!r}) is not allowed; gradients are summed over ranks in "
+                             f"fp32 (float64 ones in float64): leave it out")
 
     @property
     def name(self) -> str | None:

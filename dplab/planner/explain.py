@@ -109,8 +109,10 @@ def explain(strategy: Strategy | str, model: Any, world_size: int) -> Explanatio
     element = ElementBytes.of(chosen.precision, accumulate=chosen.accumulate, model=dtype)
     sent = volume(numel, sharding=chosen.sharding, shard=1 if replicated else world_size,
                   replicate=world_size if replicated else 1, reshard=chosen.reshard, **window)
+    # what travels is what waits in a bucket: one backward's gradients, or a window's sums
+    one_backward = chosen.sharding.grads is Placement.SHARDED and chosen.reduces_every_backward
+    reduced = DTYPE_BYTES[chosen.precision.param or dtype] if one_backward else element.grads
     on_the_wire = {"all_gather": element.params}
-    reduced = DTYPE_BYTES[chosen.precision.reduce or chosen.precision.grad or chosen.precision.param or dtype]
     return Explanation(
         strategy=chosen, numel=numel, world_size=world_size, roles=Roles.of(chosen.sharding),
         states=model_states(numel, sharding=chosen.sharding, shard=world_size, precision=chosen.precision,

@@ -1,0 +1,98 @@
+"""Strategies as values: they survive every round trip, and what is not one is refused in a sentence."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dplab.errors import UsageError
+from dplab.specs import PRECISIONS, SHARDINGS, Placement, Precision, RunSpec, Sharding, Strategy
+
+dtypes = st.sampled_from([None, "fp64", "fp32", "bf16", "fp16"])
+strategies = st.builds(
+    Strategy, sharding=st.sampled_from(list(SHARDINGS)),
+    precision=st.one_of(st.sampled_from(list(PRECISIONS)),
+                        st.builds(Precision, param=dtypes, grad=dtypes, master=dtypes, autocast=dtypes)),
+    accumulate=st.integers(1, 1000), accumulate_mode=st.sampled_from([None, "window", "micro_batch"]),
+    bucket_mb=st.one_of(st.none(), st.floats(1e-6, 1e6)), recompute=st.sampled_from(["none", "full"]),
+    prefetch=st.booleans(), reshard=st.booleans(), clip_grad_norm=st.one_of(st.none(), st.floats(1e-6, 1e6)),
+    topology=st.sampled_from([None, "2x2@10gbe"]),
+    shares=st.one_of(st.none(), st.lists(st.integers(0, 9), min_size=1, max_size=4).map(tuple)))
+
+
+@given(strategies)
+def test_a_strategy_survives_text_and_json(strategy: Strategy) -> None:
+    assert Strategy.parse(str(strategy)) == strategy
+    assert Strategy.from_dict(json.loads(json.dumps(strategy.to_dict()))) == strategy
+    assert str(Strategy.parse(str(strategy))) == str(strategy)
+
+
+def test_the_one_line_form_of_the_contract() -> None:
+    assert str(Strategy(sharding="zero3", precision="bf16", accumulate=4, recompute="full")) == (
+        "zero3+bf16+accum4+recompute")
+
+
+@pytest.mark.parametrize(("text", "message"), [
+    ("zero4", "strategy 'zero4' is not known (did you mean 'zero3'?); use one of ddp, zero1, zero2, zero3"),
+    ("", "strategy '' is not known; use one of ddp"),
+    ("zero2+bf61", "strategy 'zero2+bf61': 'bf61' is not known; after the name may stand fp32, bf16"),
+    ("zero2+bucket_mb=big", "strategy 'zero2+bucket_mb=big': 'big' is not a value for bucket_mb"),
+    ("zero2+bucket_mb=-1", "Strategy(bucket_mb=-1.0) is not allowed; bucket_mb is a number of MiB above 0, or None"),
+    ("zero2+accum0", "Strategy(accumulate=0) is not allowed; accumulate is an integer >= 1"),
+    ("zero2+prefetch=maybe", "'maybe' is not a value for prefetch"),
+    ("zero2+accumulate_mode=daily", "accumulate_mode is one of window, micro_batch, or None"),
+])
+def test_what_is_no_strategy_is_refused(text: str, message: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        Strategy.parse(text)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(("fields", "message"), [
+    ({"accumulate": True}, "Strategy(accumulate=True) is not allowed"),
+    ({"clip_grad_norm": float("inf")}, "clip_grad_norm is a number above 0, or None"),
+    ({"sharding": None}, "Strategy(sharding=None) is not allowed; sharding is a Sharding or its name"),
+    ({"precision": "fp8"}, "precision 'fp8' is not known"),
+    ({"recompute": "some"}, "recompute is one of none, full"),
+    ({"prefetch": 1}, "prefetch is True or False"),
+])
+def test_fields_are_checked_when_a_strategy_is_made(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        Strategy(**fields)
+    assert message in str(caught.value)
+
+
+def test_unknown_fields_are_named() -> None:
+    with pytest.raises(UsageError, match=r"strategy has no field 'bucket_size' .*; it has accumulate, accumulate_mode"):
+        Strategy.from_dict({"sharding": "ddp", "bucket_size": 3})
+
+
+@pytest.mark.parametrize(("text", "asked"), [
+    ("zero3+recompute", "recompute=full"), ("ddp+topology=2x2", "topology='2x2'"), ("ddp+shares=1:3", "shares=(1, 3)")])
+def test_what_is_not_implemented_is_refused_by_name_when_it_is_to_run(text: str, asked: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        Strategy.parse(text).require_implemented()
+    assert f"{asked} is not implemented yet; leave it out" in str(caught.value)
+
+
+def test_a_stage_without_the_one_before_is_impossible() -> None:
+    with pytest.raises(UsageError, match=r"Sharding\(params=sharded, grads=replicated, optim=sharded\) is not possible"):
+        Sharding(params=Placement.SHARDED, grads=Placement.REPLICATED, optim=Placement.SHARDED)
+
+
+def test_bad_dtypes_are_named() -> None:
+    with pytest.raises(UsageError, match=r"Precision\(param='float8'\) is not a dtype; use one of fp64, fp32"):
+        Precision(param="float8")
+    with pytest.raises(UsageError, match=r"Precision\(reduce='bf16'\) is not allowed; gradients are summed over ranks in"):
+        Precision(reduce="bf16")
+
+
+@pytest.mark.parametrize("size", [0, -1, 1.5, True, "2"])
+def test_a_world_has_ranks(size: Any) -> None:
+    with pytest.raises(UsageError, match=r"launch\(world_size=.*\) is not allowed; world_size is an integer >= 1"):
+        RunSpec(function="f", world_size=size)
+    assert RunSpec.from_dict({**RunSpec(function="f", world_size=2).to_dict(), "later": 1}).world_size == 2
