@@ -80,14 +80,14 @@ def test_what_is_not_implemented_is_refused_by_name_when_it_is_to_run(text: str,
 
 
 def test_a_stage_without_the_one_before_is_impossible() -> None:
-    with pytest.raises(UsageError, match=r"Sharding\(params=sharded, grads=replicated, optim=sharded\) is not possible"):
+    with pytest.raises(UsageError, match=r"params=sharded, grads=replicated, optim=sharded\) is not possible"):
         Sharding(params=Placement.SHARDED, grads=Placement.REPLICATED, optim=Placement.SHARDED)
 
 
 def test_bad_dtypes_are_named() -> None:
     with pytest.raises(UsageError, match=r"Precision\(param='float8'\) is not a dtype; use one of fp64, fp32"):
         Precision(param="float8")
-    with pytest.raises(UsageError, match=r"Precision\(reduce='bf16'\) is not allowed; gradients are summed over ranks in"):
+    with pytest.raises(UsageError, match=r"Precision\(reduce='bf16'\) is not allowed; gradients are summed"):
         Precision(reduce="bf16")
 
 
