@@ -84,7 +84,7 @@ def test_explain(capsys):
     (["trian"], "invalid choice: 'trian'"),
     ([], "the following arguments are required: VERB; see dplab --help"),
     (["train", "--strategy", "zero9"], "strategy 'zero9' is not known (did you mean"),
-    (["train", "--strategy", "zero2+bf16"], "precision=bf16 is not implemented yet; leave it out"),
+    (["train", "--strategy", "zero2+recompute"], "recompute=full is not implemented yet; leave it out"),
     (["train", "--world-size", "0"], "argument --world-size: '0' is not a whole number >= 1"),
     (["train", "--steps", "0"], "argument --steps: '0' is not a whole number >= 1"),
     (["train", "--model", "gtp"], "model 'gtp' is not known; use one of tiny-gpt, bench-gpt, mlp, cnn"),

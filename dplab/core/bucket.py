@@ -126,7 +126,7 @@ class Bucket:
         assert self.grads is not None
         if self.dtypes.grad == torch.float16:
             self.divisor = divisor
-        else:
+        elif divisor != 1.0:
             self.grads.owned.div_(divisor)
         self.filled.clear()
         if self.grads.shows_owned:
