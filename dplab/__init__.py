@@ -26,6 +26,9 @@ _HOME = {
     "attach": "launcher.run",
     "runs": "launcher.run",
     "Run": "launcher.run",
+    "Lens": "workloads.lens",
+    "compare_runs": "telemetry.numerics",
+    "not_finite": "telemetry.numerics",
     "estimate": "planner.footprint",
     "explain": "planner.explain",
     "DplabError": "errors",
@@ -50,8 +53,11 @@ if TYPE_CHECKING:  # `as` re-exports: type checkers see the public names, nothin
     from dplab.specs import Precision as Precision
     from dplab.specs import Sharding as Sharding
     from dplab.specs import Strategy as Strategy
+    from dplab.telemetry.numerics import compare_runs as compare_runs
+    from dplab.telemetry.numerics import not_finite as not_finite
     from dplab.wire.world import World as World
     from dplab.wire.world import init as init
+    from dplab.workloads.lens import Lens as Lens
     from dplab.workloads.loader import gather as gather
     from dplab.workloads.loader import loader as loader
 

@@ -15,11 +15,12 @@ from dplab.workloads.catalog import optimizer_class, workload
 
 def train(*, model: str = "tiny-gpt", data: str | None = None, steps: int = 200, batch_size: int = 8,
           lr: float = 1e-3, seed: int = 0, optimizer: str = "adamw",
-          strategy: dplab.Strategy | str | None = None) -> dict[str, Any]:
+          strategy: dplab.Strategy | str | None = None, lens: bool = False) -> dict[str, Any]:
     """Trains a workload for `steps` optimizer steps of `batch_size` samples a rank and micro-batch.
 
-    `strategy=None` is the run's own. Returns this rank's losses (nats, one a step), memory (bytes by category)
-    and wire (count and bytes sent by collective). UsageError for a name or a path that is not known.
+    `strategy=None` is the run's own. `lens` keeps the weights of every step for `dplab.compare_runs`. Returns
+    this rank's losses (nats, one a step), memory (bytes by category) and wire (count and bytes sent by
+    collective). UsageError for a name or a path that is not known.
     """
     if steps < 1:
         raise UsageError(f"train(steps={steps}) is not allowed; steps is an integer >= 1")
@@ -30,6 +31,7 @@ def train(*, model: str = "tiny-gpt", data: str | None = None, steps: int = 200,
     dataset = corpora.dataset(data, images=workload(model).data == "images")
     batches = dplab.loader(dataset, batch_size=batch_size, seed=seed)
     engine = dplab.parallelize(net, optimizer=lambda params: make_optimizer(params, lr=lr), strategy=strategy)
+    watch = dplab.Lens(engine) if lens else None
 
     losses: list[float] = []
     window: list[float] = []
@@ -40,6 +42,8 @@ def train(*, model: str = "tiny-gpt", data: str | None = None, steps: int = 200,
         if engine.step():
             losses.append(sum(window) / len(window))
             window.clear()
+            if watch is not None:
+                watch.record()
         if len(losses) == steps:
             break
     return {"backend": world.backend, "steps": steps, "losses": losses, "loss_first": losses[0],
