@@ -131,7 +131,7 @@ class Engine:
         scaler = self._reduction.scaler
         try:
             if loss.requires_grad:
-                (loss if scaler is None else loss * scaler.scale).backward()  # type: ignore[no-untyped-call]
+                (loss if scaler is None else loss.float() * scaler.scale).backward()  # type: ignore[no-untyped-call]
             self._reduction.end()
         finally:
             self._reduction.abandon()

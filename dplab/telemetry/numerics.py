@@ -21,7 +21,8 @@ from dplab.telemetry.reader import RunReader
 NOT_FINITE = "not_finite"
 """Name of the log event of a gradient with a NaN or an infinity."""
 
-_INTEGERS: dict[Any, Any] = {np.dtype(np.float32): np.int32, np.dtype(np.float64): np.int64, np.dtype(np.float16): np.int16}
+_INTEGERS: dict[Any, Any] = {np.dtype(np.float32): np.int32, np.dtype(np.float64): np.int64,
+                             np.dtype(np.float16): np.int16}
 FARTHEST = np.iinfo(np.int64).max
 """What a number and a NaN differ by."""
 

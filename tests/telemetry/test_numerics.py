@@ -109,7 +109,7 @@ def breaking(steps: int) -> None:
         x = torch.ones(1, 5)
         if step == 2 and world.rank == 1:
             x[0, 3] = float("inf")
-        engine.backward(engine(x) * 0.01)  # or the first scale of 65536 overflows fp16 by itself
+        engine.backward(engine(x).float() * 0.01)  # or the first scale of 65536 overflows fp16 by itself
         if engine.step():
             lens.record()
 
