@@ -33,7 +33,7 @@ MAY_IMPORT = {
     "views": PURE | {"layout", "telemetry", "planner"},
     "widgets": PURE | {"views", "launcher", "telemetry", "planner", ""},
     "commands": PURE | {"telemetry", "planner", "views", "launcher", "resources", "workloads.catalog",
-                        "workloads.corpora", "peers.catalog", "wire.world", "commands", ""},
+                        "workloads.corpora", "workloads.races", "peers.catalog", "wire.world", "commands", ""},
     "cli": PURE | {"commands", ""},
     "__main__": {"cli"},
     "": PURE | {"engine", "launcher", "planner", "telemetry", "wire", "workloads"},

@@ -11,8 +11,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from dplab.commands.base import Answer, Verbs, verb
-from dplab.errors import DplabError
+from dplab.commands.base import Answer, Verbs, verb, whole_number
+from dplab.errors import DplabError, UsageError
 
 _PACKAGES = ("dplab", "torch", "numpy", "psutil", "nvidia-ml-py", "cloudpickle", "jupyterlab", "ipywidgets",
              "anywidget", "plotly", "scikit-learn", "deepspeed")
@@ -23,11 +23,35 @@ def add(verbs: Verbs) -> None:
     parser = verb(verbs, "doctor", doctor, about="tell what this machine can do, or where the ranks of a run stand",
                   example="dplab doctor RUN")
     parser.add_argument("run_id", nargs="?", metavar="RUN", help="a run's id or directory (default: the machine)")
+    parser.add_argument("--races", action="store_true",
+                        help="hunt for races: train with random delays everywhere and compare every bit")
+    parser.add_argument("--seeds", type=whole_number, default=5, help="delayed runs a strategy (default: 5)")
 
 
 def doctor(args: argparse.Namespace) -> Answer:
-    """The machine, or one run."""
+    """The machine, one run, or a race hunt."""
+    if args.races:
+        if args.run_id is not None:
+            raise UsageError(f"doctor {args.run_id} --races: a hunt trains a model of its own; leave the run out")
+        return _races(args.seeds)
     return _machine() if args.run_id is None else _run(args.run_id)
+
+
+def _races(seeds: int) -> Answer:
+    from dplab.workloads.races import hunt
+
+    lines, found = [], []
+    strategies = ("ddp", "zero1", "zero2", "zero3", "zero2+accum2", "zero3+accum2", "zero3+bf16")
+    for race in hunt(strategies, seeds=seeds):
+        if race.parameter is not None:
+            found.append({"strategy": race.strategy, "seed": race.seed, "parameter": race.parameter})
+        if race.seed == seeds - 1:
+            races = [each for each in found if each["strategy"] == race.strategy]
+            told = f"{len(races)} of {seeds} runs differ, first in {races[0]['parameter']}" if races else (
+                f"{seeds} runs, no bit differs")
+            lines.append(f"{race.strategy:14}{told}")
+    return Answer({"seeds": seeds, "strategies": list(strategies), "races": found}, "\n".join(lines),
+                  status=int(bool(found)))
 
 
 def _machine() -> Answer:

@@ -2,29 +2,59 @@
 
 from __future__ import annotations
 
+import math
+from html import escape
 from typing import TYPE_CHECKING
-
-import numpy as np
-import plotly.graph_objects as go  # type: ignore[import-untyped]
 
 from dplab.views import theme
 
 if TYPE_CHECKING:
     from dplab.telemetry.numerics import Comparison
 
+_SHADES = ("#FFE9A8", "#F0C05A", "#E69F00", "#C46A00", "#8A3B00", "#3D1600")
+"""Light to dark, so that the order is seen without colour too; a shade stands for a factor of `_FACTOR`."""
 
-def heat_map(comparison: Comparison, title: str = "") -> go.Figure:
-    """A figure of the largest difference of each parameter after each step; equal weights stay blank."""
-    powers = np.full(comparison.ulps.shape, np.nan)
-    some = comparison.ulps > 0
-    powers[some] = np.log10(comparison.ulps[some].astype(np.float64))
-    figure = go.Figure(go.Heatmap(
-        x=comparison.steps, y=comparison.parameters, z=powers.T, customdata=comparison.ulps.T, colorscale="Cividis",
-        zmin=0, colorbar={"title": "ulp", "tickvals": [0, 2, 4, 6, 8], "ticktext": ["1", "10²", "10⁴", "10⁶", "10⁸"]},
-        hovertemplate="step %{x}, %{y}: %{customdata:,} ulp<extra></extra>"))
-    figure.update_layout(template="none", title=title or str(comparison), height=120 + 18 * len(comparison.parameters),
-                         margin={"l": 220, "r": 20, "t": 50, "b": 40}, font={"color": theme.TEXT, "size": 12},
-                         paper_bgcolor="rgba(0,0,0,0)", plot_bgcolor="rgba(0,0,0,0)")
-    figure.update_yaxes(autorange="reversed")
-    figure.update_xaxes(title="step")
-    return figure
+_FACTOR = 64
+_LEFT, _TOP, _ROW, _LARGEST_CELL = 190, 60, 15, 40
+
+
+def shade(ulps: int) -> str | None:
+    """The colour of a difference; None (blank) for none."""
+    return None if ulps == 0 else _SHADES[min(len(_SHADES) - 1, (ulps.bit_length() - 1) // 6)]
+
+
+def heat_map(comparison: Comparison, title: str = "", *, width: int = 760) -> str:
+    """The text of an SVG: the largest difference of each parameter after each step. Equal weights stay blank.
+
+    Each cell carries its number as a tooltip. No script, no network: it stays visible in a saved notebook.
+    """
+    steps, names = comparison.steps, comparison.parameters
+    cell = min(_LARGEST_CELL, (width - _LEFT - 20) / len(steps))
+    height = _TOP + _ROW * len(names) + 62
+    title = title or "difference between two runs"
+    parts = [f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {width} {height}' width='100%' "
+             f"style='max-width:{width}px' role='img' aria-label='{escape(f'{title}. {comparison}', quote=True)}' "
+             f"font-family='system-ui, sans-serif' font-size='11' fill='{theme.TEXT}'>",
+             f"<text x='8' y='16' font-size='14' font-weight='600'>{escape(title)}</text>",
+             *(f"<text x='8' y='{33 + 15 * line}'>{escape(text)}</text>"
+               for line, text in enumerate(str(comparison).split("; ")))]
+    for row, name in enumerate(names):
+        y = _TOP + _ROW * row
+        parts.append(f"<text x='{_LEFT - 6}' y='{y + 11}' text-anchor='end'>{escape(name)}</text>")
+        for column, step in enumerate(steps):
+            apart = int(comparison.ulps[column, row])
+            fill = shade(apart) or "none"
+            parts.append(f"<rect x='{_LEFT + cell * column:.1f}' y='{y}' width='{cell - 1:.1f}' height='{_ROW - 1}' "
+                         f"fill='{fill}' stroke='{theme.GRID}'><title>{escape(name)}, step {step}: {apart:,} ulp"
+                         f"</title></rect>")
+    foot = _TOP + _ROW * len(names)
+    parts += [f"<text x='{_LEFT + cell * (column + 0.5):.1f}' y='{foot + 13}' text-anchor='middle'>{step}</text>"
+              for column, step in enumerate(steps) if column % math.ceil(len(steps) / 20) == 0]
+    parts.append(f"<text x='{_LEFT}' y='{foot + 30}'>step</text>")
+    for index, colour in enumerate(_SHADES):
+        x = _LEFT + 92 * index
+        text = f"{_FACTOR**index:,}" if index < 4 else f"{_FACTOR**index / 1e6:,.0f} million"
+        parts.append(f"<rect x='{x}' y='{foot + 40}' width='12' height='12' fill='{colour}'/>"
+                     f"<text x='{x + 17}' y='{foot + 50}'>{text}</text>")
+    parts.append(f"<text x='{_LEFT - 6}' y='{foot + 50}' text-anchor='end'>ulp, from</text>")
+    return "\n".join([*parts, "</svg>"])

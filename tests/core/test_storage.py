@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import random
 import re
 from typing import Any
 
@@ -313,55 +312,3 @@ def test_wrap_and_drop_leaves_nothing(name: str) -> None:
         del engine
         gc.collect()
     assert [ref() for ref in seen] == [None] * 5
-
-
-class Late:
-    """A transport whose results come at random moments: what must not change any number."""
-
-    def __init__(self, inner: Any, seed: int) -> None:
-        self.inner, self.random = inner, random.Random(seed)
-
-    def __getattr__(self, name: str) -> Any:
-        value = getattr(self.inner, name)
-        if name not in ("all_reduce", "reduce_scatter", "all_gather", "broadcast"):
-            return value
-
-        def call(*args: Any) -> Any:
-            import time
-
-            time.sleep(self.random.random() * 0.002)
-            work = value(*args)
-            wait = work.wait
-
-            def late() -> None:
-                time.sleep(self.random.random() * 0.002)
-                wait()
-
-            work.wait = late
-            return work
-
-        return call
-
-
-@pytest.mark.parametrize("name", SHARDINGS)
-def test_random_delays_change_no_bit(name: str) -> None:
-    model = worlds.build(worlds.Uneven, torch.float32)
-    batches = worlds.uneven_batches(8)
-
-    def body(seed: int | None) -> dict[str, torch.Tensor]:
-        engine = dplab.parallelize(copy.deepcopy(model), worlds.adamw, f"{name}+accum2+bucket_mb=0.001")
-        world = dplab.init()
-        if seed is not None:
-            for axis in (engine.mesh.shard, engine.mesh.replicate):
-                axis.transport = Late(axis.transport, seed + world.rank)
-        for start in range(0, 8, 4):
-            for index in range(2):
-                engine.backward(engine(*batches[start + 2 * world.rank + index]))
-            engine.step()
-        return engine.full_state_dict()
-
-    expected = in_threads(2, body, None)[0]
-    for seed in range(3):
-        for state in in_threads(2, body, 10 * seed):
-            for key, value in state.items():
-                assert torch.equal(value, expected[key]), key

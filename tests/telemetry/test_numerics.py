@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -70,13 +71,21 @@ def test_the_first_difference_has_a_step_a_name_and_a_size(tmp_path: Path) -> No
 
 
 def test_a_heat_map_leaves_equal_weights_blank(tmp_path: Path) -> None:
-    from dplab.views.numerics import heat_map
+    from dplab.views.numerics import heat_map, shade
 
     for name, nudge in (("a", None), ("b", 2)):
         in_threads(1, recorded, tmp_path / name, nudge)
-    z = heat_map(dplab.compare_runs(tmp_path / "a", tmp_path / "b")).data[0].z
-    assert np.isnan(z[:, :2]).all()
-    assert np.count_nonzero(z[:, 2] == 0) == 1
+    root = ElementTree.fromstring(heat_map(dplab.compare_runs(tmp_path / "a", tmp_path / "b"), "a < b"))
+    space = "{http://www.w3.org/2000/svg}"
+    cells = {rect[0].text: rect.get("fill") for rect in root.iter(f"{space}rect") if len(rect)}
+    assert len(cells) == 4 * 4
+    assert {text for text, fill in cells.items() if fill != "none" and "step 2" in text} == {
+        "layers.1.bias, step 2: 1 ulp"}
+    assert all(fill == "none" for text, fill in cells.items() if "step 0" in text or "step 1" in text)
+    assert "a < b" in [text.text for text in root.iter(f"{space}text")]
+    assert len({shade(64**power) for power in range(6)}) == 6
+    assert shade(0) is None
+    assert shade(FARTHEST) == shade(64**5)
 
 
 def test_what_was_not_recorded_is_told(tmp_path: Path) -> None:
