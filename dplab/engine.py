@@ -18,7 +18,10 @@ import torch
 from torch import nn
 
 from dplab.core import build, norm
-from dplab.core.gathers import GatheredUnit, Gathers, UnitHooks
+from dplab.core.buffers import Buffers, Rule
+from dplab.core.census import Census
+from dplab.core.control import Model
+from dplab.core.gathers import GatheredUnit, Gathers, UnitHooks, in_backward
 from dplab.core.hooks import ForwardHooks, hook_parameters
 from dplab.core.ledger import Ledger
 from dplab.core.optim import OptimizerLike, OwnedOptimizer, make
@@ -27,7 +30,7 @@ from dplab.core.precision import scales_loss
 from dplab.core.reduction import Reduction
 from dplab.core.scaler import LossScaler
 from dplab.core.units import UnitRule, find_units
-from dplab.errors import RunStopped, StateError, UsageError
+from dplab.errors import RunStopped, StateError, UsageError, WireError
 from dplab.specs import Placement, Strategy
 from dplab.telemetry import recorder
 from dplab.telemetry.recorder import now
@@ -41,6 +44,7 @@ def parallelize(
     *,
     mesh: Any = None,
     units: UnitRule = None,
+    buffers: Rule = "rank0",
 ) -> Engine:
     """Makes `model` train on every rank of the world; collective.
 
@@ -48,7 +52,8 @@ def parallelize(
     them. `strategy` is a `Strategy` or its one-line form; None takes the run's own, else `ddp`. `mesh` is a
     DeviceMesh with dimensions ("replicate", "shard"), or such a pair of sizes, for hybrid sharding. `units`
     names the module classes or paths that ZeRO-3 gathers together; None: the model's `shard_units`, else
-    the members of its ModuleLists and Sequentials.
+    the members of its ModuleLists and Sequentials. `buffers` (running statistics) that changed are made equal
+    at the end of every step: `rank0`'s values, the `mean` of the ranks (integers: rank 0's), or `local`: never.
 
     Raises UsageError (a ValueError) for anything that is not allowed, by name. Weights and buffers become
     rank 0's.
@@ -63,7 +68,7 @@ def parallelize(
     if axes.shard.size > 1 and not sharded:
         raise UsageError(f"strategy {chosen} shards nothing, and the mesh has a shard axis of {axes.shard.size}; leave "
                          f"mesh out, or use zero1, zero2 or zero3")
-    return Engine(model, optimizer, chosen, world, axes, units)
+    return Engine(model, optimizer, chosen, world, axes, units, buffers)
 
 
 def _strategy(given: Strategy | str | None) -> Strategy:
@@ -81,7 +86,7 @@ class Engine:
     """A model under a strategy. Call it like the model; then `backward(loss)` and `step()`."""
 
     def __init__(self, model: nn.Module, optimizer: OptimizerLike, strategy: Strategy, world: World, mesh: Mesh,
-                 units: UnitRule) -> None:
+                 units: UnitRule, buffers: Rule = "rank0") -> None:
         self.module, self.strategy, self.world, self.mesh = model, strategy, world, mesh
         self._recorder = recorder.current()
         build.check_model(model, strategy, mesh)
@@ -93,8 +98,10 @@ class Engine:
         trainable = [bucket for bucket in self._buckets if bucket.trainable]
         self._owned = OwnedOptimizer(made, trainable, whole=mesh.shard.size == 1)
         self.optimizer = made
-        self._reduction = Reduction(trainable, mesh, self._recorder, accumulate=strategy.accumulate,
-                                    every_backward=strategy.reduces_every_backward,
+        self._census, self._synced = Census(model, self._buckets), Buffers(model, buffers, mesh.world)
+        mesh.world.counters.labels |= {bucket.index: bucket.label for bucket in self._buckets}
+        self._reduction = Reduction(trainable, mesh, self._recorder, model=Model(self._census, self._synced),
+                                    accumulate=strategy.accumulate, every_backward=strategy.reduces_every_backward,
                                     scaler=LossScaler() if scales_loss(strategy.precision) else None)
         for pool in pools:
             self._reduction.serve(pool)
@@ -108,13 +115,15 @@ class Engine:
         ForwardHooks(model, self._reduction, self._ledger, strategy.precision, world.device)
         made.zero_grad = model.zero_grad = self.zero_grad  # type: ignore[method-assign]
         self._step_began = now()
+        self._steps = 0
         self._loss: torch.Tensor | None = None
 
     # ---- the loop
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward; returns what it returns."""
-        return self.module(*args, **kwargs)
+        with self._step_named():
+            return self.module(*args, **kwargs)
 
     def backward(self, loss: torch.Tensor, *, weight: float | None = None) -> None:
         """Backward of a scalar loss. With `weight` the loss is a sum over that many tokens (or samples), and the
@@ -129,12 +138,13 @@ class Engine:
         self._reduction.begin(None if weight is None else float(weight))
         self._loss = loss.detach() if weight is None else loss.detach() / max(weight, 1.0)
         scaler = self._reduction.scaler
-        try:
-            if loss.requires_grad:
-                (loss if scaler is None else loss.float() * scaler.scale).backward()  # type: ignore[no-untyped-call]
-            self._reduction.end()
-        finally:
-            self._reduction.abandon()
+        with self._step_named():
+            try:
+                if loss.requires_grad:
+                    (loss if scaler is None else loss.float() * scaler.scale).backward()  # type: ignore[no-untyped-call]
+                self._reduction.end()
+            finally:
+                self._reduction.abandon()
 
     def step(self, *, last: bool = False) -> bool:
         """Moves the weights if the window is complete (`last=True` closes a shorter one) and starts a new one.
@@ -145,7 +155,8 @@ class Engine:
         reduction = self._reduction
         if not reduction.due and not (last and reduction.window.backwards):
             return False
-        reduction.close()
+        with self._step_named():
+            reduction.close()
         overflow = reduction.window.overflow
         if self.strategy.clip_grad_norm is not None and not overflow:
             self.clip_grad_norm_(self.strategy.clip_grad_norm)
@@ -162,6 +173,7 @@ class Engine:
         if moved:
             for pending in [bucket.params.publish(bucket.index) for bucket in reduction.buckets]:
                 pending.wait()
+        self._synced.sync(reduction.window.buffers)
         self._end_step(moved)
         return moved
 
@@ -277,13 +289,27 @@ class Engine:
         self._unit_hooks = UnitHooks(gathers)
         self._reduction.filled = gathers.gradients_came
         self._reduction.backward_ended = gathers.backward_ended
+        self.module.register_forward_pre_hook(self._refuse_changes, prepend=True)
         self.module.register_state_dict_pre_hook(self._refuse_state_dict)  # type: ignore[no-untyped-call]
+
+    def _refuse_changes(self, *_: Any) -> None:
+        # ranks that train other parameters gather other units: they would not come to the control message
+        if torch.is_grad_enabled() and not in_backward():
+            self._census.refuse_here(self.world.rank)
 
     def _refuse_state_dict(self, *_: Any) -> None:
         assert self._gathers is not None
         if any(not isinstance(b.params, Sharded) or not b.params.resident for b in self._buckets):
             raise StateError("model.state_dict() has no values while the parameters are sharded; call "
                              "engine.full_state_dict(), or read it inside engine.gathered()")
+
+    @contextmanager
+    def _step_named(self) -> Iterator[None]:
+        """A collective that fails inside says how far all ranks had come together."""
+        try:
+            yield
+        except WireError as error:
+            raise WireError(f"in step {self._steps + 1}, after {self._steps} that every rank ended: {error}") from error
 
     def _end_step(self, moved: bool) -> None:
         reduction, end = self._reduction, now()
@@ -298,6 +324,7 @@ class Engine:
         self._recorder.span("step", "train", self._step_began, end, micro_batches=micro_batches, moved=moved)
         self._recorder.step += 1
         self._step_began = end
+        self._steps += 1
         reduction.reset()
         if stop:
             self._recorder.flush()

@@ -20,10 +20,14 @@ import torch
 from torch import nn
 
 import dplab
+from dplab.specs import SHARDINGS
 from dplab.wire import threads
 
 # as every launched rank does: a rank has one core, and kernels on one thread sum in one order
 torch.set_num_threads(1)
+
+STRATEGIES = [f"{name}{bucket}" for name in SHARDINGS for bucket in ("", "+bucket_mb=1e-05")]
+"""Every sharding with its default buckets, which hold a whole test model, and with one parameter a bucket."""
 
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
 Batch = tuple[torch.Tensor, torch.Tensor]

@@ -59,6 +59,12 @@ class Bucket:
             self.grads = grads.Sharded(self.layout, shard, replicate, pool=pool, dtypes=self.dtypes,
                                        device=self.device)
 
+    @property
+    def label(self) -> str:
+        """Its parameters in a few words, for people."""
+        more = f" and {len(self.names) - 2} more" if len(self.names) > 2 else ""
+        return ", ".join(self.names[:2]) + more
+
     def expect(self) -> None:
         """A backward begins: every slot is missing until its gradient comes."""
         self.missing = set(range(len(self.parameters)))
@@ -79,6 +85,8 @@ class Bucket:
             self.grads.open()
             self.filled.clear()
         view = self.grads.views[slot]
+        if grad.layout is not torch.strided:
+            grad = grad.to_dense()  # rows that were not looked up are zero
         if view.dtype != grad.dtype:
             view.add_(grad.detach()) if slot in self.filled else view.copy_(grad.detach())
             parameter.grad = None

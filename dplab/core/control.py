@@ -1,18 +1,22 @@
 """The one control message of a window: what every rank must know before any of them moves a weight.
 
 A uint8 vector reduced with MAX over the world, so that one "yes" is enough: flags, one byte a slot for
-"a gradient came here", and the checksum of all collectives issued so far, as itself and as its complement
-(both maxima fit together only if all ranks have the same one).
+"a gradient came here", one a buffer for "it has changed", and checksums of all collectives issued so far and
+of which parameters are trained, each as itself and as its complement (both maxima fit together only if all
+ranks have the same one).
 """
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from dplab.core.bucket import Bucket
+from dplab.core.buffers import Buffers
+from dplab.core.census import Census
 from dplab.errors import StateError, WireError
 from dplab.wire.collectives import Collectives, Pending
 
@@ -25,6 +29,15 @@ class Told:
     overflow: bool
     weighted: bool
     backwards: int
+    buffers: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Model:
+    """What of the model itself is looked at when a window closes."""
+
+    census: Census
+    buffers: Buffers
 
 
 @dataclass
@@ -36,28 +49,37 @@ class Control:
     buckets: Sequence[Bucket]
     world: Collectives
     backwards: int
+    model: Model
 
-    FLAGS = ("stop", "overflow", "weighted", "unweighted")
+    FLAGS = ("changed", "stop", "overflow", "weighted", "unweighted")
 
     @classmethod
-    def send(cls, world: Collectives, buckets: Sequence[Bucket], flags: dict[str, bool], backwards: int) -> Control:
+    def send(cls, world: Collectives, buckets: Sequence[Bucket], flags: dict[str, bool], backwards: int,
+             model: Model) -> Control:
         # a rank without a backward has no say in how many there were
         count = _twice(backwards.to_bytes(4, "little")) if backwards else [0] * 8
         touched = [touched for bucket in buckets for touched in bucket.touched]
-        values = [*(flags[name] for name in cls.FLAGS), *_twice(world.counters.digest.to_bytes(4, "little")), *count,
-                  *touched]
+        flags = {**flags, "changed": bool(model.census.changes())}
+        values = [*(flags[name] for name in cls.FLAGS), *_twice(world.counters.digest.to_bytes(4, "little")),
+                  *_twice(zlib.crc32(model.census.trained()).to_bytes(4, "little")), *count, *touched,
+                  *model.buffers.said()]
         message = torch.tensor(values, dtype=torch.uint8).to(buckets[0].device)
-        return cls(message, world.all_reduce(message, op="max", purpose="control"), buckets, world, backwards)
+        return cls(message, world.all_reduce(message, op="max", purpose="control"), buckets, world, backwards, model)
 
     def read(self) -> Told:
         """What all ranks said; marks in every bucket the slots that moved somewhere."""
         self.pending.wait()
         values = iter(self.message.tolist())
-        stop, overflow, weighted, unweighted = (bool(next(values)) for _ in self.FLAGS)
-        digest, count = [next(values) for _ in range(8)], [next(values) for _ in range(8)]
+        changed, stop, overflow, weighted, unweighted = (bool(next(values)) for _ in self.FLAGS)
+        digest, trained, count = ([next(values) for _ in range(8)] for _ in range(3))
+        # what all ranks have read is the same, so all of them go on to the same refusal
+        if changed:
+            self.model.census.refuse(self.world)
+        if not _agreed(trained):
+            self.model.census.refuse_disagreement(self.world)
         if not _agreed(digest):
-            raise WireError(f"rank {self.world.rank} and another rank issued different collectives since the start; "
-                            f"every rank must run the same units and windows in the same order")
+            _refuse_difference(self.world)
+        self.world.counters.issued.clear()
         if weighted and unweighted:
             raise StateError("engine.backward() was called with a weight and without one in the same window; "
                              "give every micro-batch on every rank a weight, or none")
@@ -67,7 +89,19 @@ class Control:
                              f"engine.backward(loss_sum, weight=...)")
         for bucket in self.buckets:
             bucket.moved = [bool(next(values)) for _ in bucket.parameters]
-        return Told(stop, overflow, weighted, int.from_bytes(bytes(count[:4]), "little"))
+        return Told(stop, overflow, weighted, int.from_bytes(bytes(count[:4]), "little"), tuple(values))
+
+
+def _refuse_difference(world: Collectives) -> None:
+    """Names the first collective of this window that was not the same on two ranks; collective."""
+    every = world.gather_objects(list(world.counters.issued))
+    for calls in zip(*every, strict=False):
+        other = next((rank for rank, call in enumerate(calls) if call != calls[0]), None)
+        if other is not None:
+            raise WireError(f"rank 0 issued {calls[0]} where rank {other} issued {calls[other]}; every rank must run "
+                            f"the same units in the same order (under zero3 a branch belongs inside a unit)")
+    raise WireError(f"the ranks issued {[len(calls) for calls in every]} collectives in this window; every rank must "
+                    f"run the same units in the same order (under zero3 a branch belongs inside a unit)")
 
 
 def _twice(data: bytes) -> list[int]:

@@ -199,6 +199,10 @@ def is_element_wise(optimizer: torch.optim.Optimizer) -> bool:
         except TypeError as error:
             raise UsageError(f"optimizer {type(optimizer).__name__} cannot step without a closure, and engine.step() "
                              f"has none to give ({error}); use another optimizer") from error
+        except RuntimeError as error:
+            raise UsageError(f"optimizer {type(optimizer).__name__} cannot step a dense gradient ({error}), and "
+                             f"gradients are dense here, those of sparse embeddings too; use another optimizer"
+                             ) from error
         try:
             cut = _probe(optimizer, group, cut=True)
         except (RuntimeError, ValueError, TypeError, AssertionError, IndexError):

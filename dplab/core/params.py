@@ -87,8 +87,8 @@ class Sharded(_Stepped):
 
     The full buffer is one storage for the life of the engine, emptied by resizing it to 0 and refilled in
     place: autograd holds views of it (a linear layer saves its weight transposed), and those must find the
-    values again. While the storage is empty the parameters show a stride-0 NaN of the right shape instead,
-    so that using one outside its unit gives NaN or an error, never memory that is not ours.
+    values again. While the storage is empty the parameters show a stride-0 NaN (a zero where it is an
+    integer) of the right shape instead, so that using one outside its unit never reads memory that is not ours.
     """
 
     def __init__(self, layout: FlatLayout, parameters: Sequence[nn.Parameter], axis: Collectives,
@@ -101,7 +101,8 @@ class Sharded(_Stepped):
         self._full_bytes = _nbytes(self.full)
         # shard length, lives as long as the engine: the only lasting copy
         self.owned = axis.segment(self.full).clone()
-        nothing = torch.full((), float("nan"), dtype=self.full.dtype, device=self.full.device)
+        absent = float("nan") if dtypes.param.is_floating_point or dtypes.param.is_complex else 0
+        nothing = torch.full((), absent, dtype=self.full.dtype, device=self.full.device)
         self._views = self._cut(self.full)
         self._absent = [nothing.expand(slot.shape) for slot in layout.slots]
         self.published = 0

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from dplab.core.bucket import Bucket
-from dplab.core.control import Control, Told
+from dplab.core.control import Control, Model, Told
 from dplab.core.grads import BufferPool
 from dplab.core.scaler import LossScaler
 from dplab.errors import StateError
@@ -39,13 +39,15 @@ class Window:
     divisor: float = 1.0
     stop: bool = False
     overflow: bool = False
+    buffers: tuple[int, ...] = ()
 
 
 class Reduction:
     """All trainable buckets of an engine, in launch order."""
 
-    def __init__(self, buckets: Sequence[Bucket], mesh: Mesh, recorder: Recorder, *, accumulate: int,
+    def __init__(self, buckets: Sequence[Bucket], mesh: Mesh, recorder: Recorder, *, model: Model, accumulate: int,
                  every_backward: bool, scaler: LossScaler | None = None) -> None:
+        self.model = model
         self.buckets, self.mesh, self.recorder, self.scaler = buckets, mesh, recorder, scaler
         self.accumulate, self.every_backward = accumulate, every_backward
         self.window = Window()
@@ -137,10 +139,10 @@ class Reduction:
             # the vote is about the sums, so these must be there before it
             self._end_all(last=True)
             flags["overflow"] = any(not _finite(bucket) for bucket in self.buckets)
-        control = Control.send(self.mesh.world, self.buckets, flags, self.window.backwards)
+        control = Control.send(self.mesh.world, self.buckets, flags, self.window.backwards, self.model)
         self._end_all(last=True)
         told = control.read()
-        self.window.stop, self.window.overflow = told.stop, told.overflow
+        self.window.stop, self.window.overflow, self.window.buffers = told.stop, told.overflow, told.buffers
         if told.overflow:
             self._refuse_at_floor()
         self.window.divisor = self._divisor(told)

@@ -12,13 +12,13 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import torch
 
 from dplab.telemetry.recorder import Recorder, now
 
-Purpose = Literal["grads", "params", "control", "init"]
+Purpose = Literal["grads", "params", "buffers", "control", "init"]
 Op = Literal["sum", "max"]
 
 
@@ -50,6 +50,14 @@ class Transport(Protocol):
     def all_gather(self, flat: torch.Tensor) -> Work: ...
     def broadcast(self, flat: torch.Tensor, source: int) -> Work: ...
     def gather_objects(self, value: Any) -> list[Any]: ...
+
+
+@runtime_checkable
+class Labelled(Protocol):
+    """A transport that holds the ranks' calls against each other."""
+
+    label: str
+    """What the next call carries, in words: calls that meet must have it in common."""
 
 
 class Pending:
@@ -84,6 +92,12 @@ class Counters:
     rows: dict[str, dict[str, Any]] = field(default_factory=dict)
     digest: int = 0
     """Rolling checksum of everything issued for gradients and parameters; equal on ranks that agree."""
+    issued: list[str] = field(default_factory=list)
+    """What went into it since the ranks last compared theirs, the first `LONGEST` of it."""
+    labels: dict[int, str] = field(default_factory=dict)
+    """What buckets hold, in words."""
+
+    LONGEST: ClassVar = 4096
 
     def add(self, name: str, purpose: Purpose, nbytes: int, modelled: bool) -> None:
         row = self.rows.setdefault(name if purpose in ("grads", "params") else purpose, {"count": 0, "bytes": 0})
@@ -92,8 +106,11 @@ class Counters:
         if modelled:
             row["modelled"] = True
 
-    def note(self, name: str, flat: torch.Tensor) -> None:
-        self.digest = zlib.crc32(f"{name}{flat.numel()}{flat.dtype}".encode(), self.digest)
+    def note(self, name: str, flat: torch.Tensor, label: str) -> None:
+        call = f"{name} of {flat.numel()} {str(flat.dtype).removeprefix('torch.')} for {label or 'nobody'}"
+        self.digest = zlib.crc32(call.encode(), self.digest)
+        if len(self.issued) < self.LONGEST:
+            self.issued.append(call)
 
 
 class Collectives:
@@ -102,6 +119,7 @@ class Collectives:
     def __init__(self, transport: Transport, counters: Counters, recorder: Recorder) -> None:
         self.transport, self.counters, self.recorder = transport, counters, recorder
         self.rank, self.size = transport.rank, transport.size
+        self._labelled = transport if isinstance(transport, Labelled) else None
 
     def all_reduce(self, flat: torch.Tensor, *, op: Op = "sum", purpose: Purpose = "grads",
                    bucket: int | None = None, filled: int | None = None) -> Pending:
@@ -147,8 +165,11 @@ class Collectives:
             return DONE
         nbytes = passes * (self.size - 1) * flat.numel() * flat.element_size() // self.size
         self.counters.add(name, purpose, nbytes, name in self.transport.modelled)
+        label = "" if bucket is None else self.counters.labels.get(bucket, f"bucket {bucket}")
+        if self._labelled is not None:
+            self._labelled.label = label
         if purpose in ("grads", "params"):
-            self.counters.note(name, flat)
+            self.counters.note(name, flat, label)
         self.recorder.phase(name, bucket=-1 if bucket is None else bucket)
         issued = now()
         work = start()

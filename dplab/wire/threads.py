@@ -52,7 +52,7 @@ class Hub:
         self._lock = threading.Lock()
         self._meetings: dict[int, _Meeting] = {}
         self._turns = [0] * size
-        self._error: WireError | None = None
+        self._left: dict[int, WireError] = {}
 
     def join(self, rank: int, call: str, value: Any, work: Callable[[list[Any]], None]) -> _Meeting:
         """Rank `rank` comes to its next call; whoever is last does `work` on all values."""
@@ -60,7 +60,7 @@ class Hub:
             turn = self._turns[rank] = self._turns[rank] + 1
             meeting = self._meetings.setdefault(turn, _Meeting(self.size, self.timeout))
             meeting.calls[rank], meeting.values[rank] = call, value
-            meeting.error = meeting.error or self._error
+            meeting.error = meeting.error or self._missed(meeting)
             other = next((r for r, theirs in meeting.calls.items() if theirs != call), None)
             if other is not None:
                 meeting.error = WireError(f"rank {rank} calls {call} where rank {other} calls {meeting.calls[other]}: "
@@ -77,24 +77,30 @@ class Hub:
         return meeting
 
     def leave(self, rank: int, why: str) -> None:
-        """Rank `rank` will not come again: everybody who waits for it, now or later, gets an error."""
+        """Member `rank` will not come again: everybody who waits for it, now or later, gets an error."""
         with self._lock:
-            self._error = WireError(f"rank {rank} left: {why}")
+            self._left[rank] = WireError(why)
             for meeting in self._meetings.values():
-                meeting.error = meeting.error or self._error
-                meeting.over.set()
+                meeting.error = meeting.error or self._missed(meeting)
+                if meeting.error is not None:
+                    meeting.over.set()
+
+    def _missed(self, meeting: _Meeting) -> WireError | None:
+        """The error of a meeting that somebody left before coming to; what he came to before is still carried out."""
+        return next((error for rank, error in self._left.items() if rank not in meeting.calls), None)
 
 
 class ThreadTransport:
     """One rank's end of a `Hub`."""
 
     modelled: frozenset[str] = frozenset()
+    label = ""
 
     def __init__(self, hub: Hub, rank: int) -> None:
         self.hub, self.rank, self.size = hub, rank, hub.size
 
     def _join(self, call: str, value: Any, work: Callable[[list[Any]], None]) -> _Meeting:
-        return self.hub.join(self.rank, call, value, work)
+        return self.hub.join(self.rank, f"{call} for {self.label}" if self.label else call, value, work)
 
     def all_reduce(self, flat: torch.Tensor, op: Op) -> Work:
         def reduce(flats: list[torch.Tensor]) -> None:
@@ -154,14 +160,19 @@ class ThreadWorld:
     def transport(self, rank: int, ranks: tuple[int, ...]) -> ThreadTransport:
         """The end of `rank` in the group of `ranks`."""
         with self._lock:
+            new = ranks not in self._hubs
             hub = self._hubs.setdefault(ranks, Hub(len(ranks), self.timeout))
+            for gone in self._left.keys() & set(ranks) if new else ():
+                hub.leave(ranks.index(gone), self._left[gone])
         return ThreadTransport(hub, ranks.index(rank))
 
     def leave(self, rank: int, why: str) -> None:
+        """Rank `rank` will come to no collective any more."""
         with self._lock:
-            hubs = list(self._hubs.values())
-        for hub in hubs:
-            hub.leave(rank, why)
+            self._left[rank] = f"rank {rank} left: {why}"
+            for ranks, hub in self._hubs.items():
+                if rank in ranks:
+                    hub.leave(ranks.index(rank), self._left[rank])
 
 
 def run(fn: Callable[[], T], size: int, *, timeout: float = 30.0) -> list[T]:
@@ -180,6 +191,8 @@ def run(fn: Callable[[], T], size: int, *, timeout: float = 30.0) -> list[T]:
                     threads=threads_world))
         try:
             results[rank] = fn()
+            threads_world.leave(rank, "it has ended while others still wait for it; give every rank as many batches "
+                                      "(dplab.loader does), or none a step that the others do not run")
         except BaseException as error:
             error.add_note(f"on rank {rank} of {size} (threads)")
             failures.append(error)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
+import threading
 from typing import Any
 
 import pytest
@@ -126,13 +127,32 @@ def test_a_rank_that_leaves_frees_the_others_with_its_name() -> None:
 
 
 def test_a_rank_that_does_not_come_is_an_error_within_the_timeout() -> None:
+    given_up = threading.Event()
+
     def body() -> None:
         axis = wire()
         if axis.rank == 0:
-            axis.all_reduce(torch.zeros(3)).wait()
+            try:
+                axis.all_reduce(torch.zeros(3)).wait()
+            finally:
+                given_up.set()
+        given_up.wait(10)  # alive, and elsewhere
 
     with pytest.raises(WireError, match=r"ranks \[1\] did not come to all_reduce\(sum\) of 3 float32 within 0.2 s"):
         in_threads(2, body, timeout=0.2)
+
+
+def test_a_rank_that_has_ended_is_an_error_at_once_for_who_waits_for_it() -> None:
+    def body() -> None:
+        axis = wire()
+        for _ in range(1 + axis.rank):  # what rank 0 came to before it ended is still carried out
+            flat = torch.ones(3)
+            axis.all_reduce(flat).wait()
+            assert flat[0] == 3
+
+    with pytest.raises(WireError, match=r"rank 0 left: it has ended while others still wait for it; give every rank "
+                                        r"as many batches \(dplab.loader does\)"):
+        in_threads(3, body)
 
 
 def test_alone_it_is_a_world_of_one() -> None:
