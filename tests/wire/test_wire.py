@@ -228,7 +228,7 @@ def test_the_same_program_runs_under_torchrun(tmp_path: Any) -> None:
         print(f"rank {world.rank} of {world.size} over {world.backend} agrees")
     """))
     done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
-                           str(program)], text=True, capture_output=True, timeout=120, check=False)
+                           "--log-dir", str(tmp_path / "logs"), str(program)], text=True, capture_output=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
-    assert sorted(line for line in done.stdout.splitlines() if "agrees" in line) == [
-        "rank 0 of 2 over gloo agrees", "rank 1 of 2 over gloo agrees"]
+    for rank in range(2):  # the ranks share a pipe, and may share a line
+        assert f"rank {rank} of 2 over gloo agrees" in done.stdout
