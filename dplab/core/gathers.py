@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -147,7 +148,6 @@ class UnitHooks:
 
     def __init__(self, gathers: Gathers) -> None:
         self.gathers = gathers
-        self._contexts: list[Any] = []
         self.handles: list[Any] = []
         for unit in gathers.units:
             members = {id(parameter) for _, parameter in unit.unit.parameters}
@@ -157,18 +157,23 @@ class UnitHooks:
                     self._hook(module, unit)
 
     def _hook(self, module: nn.Module, unit: GatheredUnit) -> None:
+        entered: list[Any] = []
+
         def enter(_module: nn.Module, _args: Any) -> None:
             self.gathers.need(unit)
             unit.depth += 1
-            if unit.depth == 1:
-                context = saved.hooks(self._take)
-                context.__enter__()
-                self._contexts.append(context)
+            # inside a checkpoint too, even where the unit was entered around it: the recomputation enters it there,
+            # and must save what the forward has saved
+            context = nullcontext() if saved.innermost(self._take) else saved.hooks(self._take)
+            context.__enter__()
+            entered.append(context)
 
         def leave(_module: nn.Module, _args: Any, _output: Any) -> None:
+            if not entered:
+                return  # a hook before ours has raised
+            entered.pop().__exit__(None, None, None)
             unit.depth -= 1
             if unit.depth == 0:
-                self._contexts.pop().__exit__()
                 self.gathers.left(unit)
 
         self.handles.append(module.register_forward_pre_hook(enter))

@@ -52,4 +52,11 @@ def hooks(take: Callable[[torch.Tensor], Taken | None]) -> torch.autograd.graph.
         tensor: torch.Tensor = read(value)
         return tensor
 
+    pack.take = take  # type: ignore[attr-defined]
     return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+
+def innermost(take: Callable[[torch.Tensor], Taken | None]) -> bool:
+    """Whether the innermost hooks now are those of `take`."""
+    top = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return top is not None and getattr(top[0], "take", None) == take
