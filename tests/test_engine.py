@@ -43,7 +43,7 @@ def test_what_cannot_be_wrapped_is_refused_by_name(make: Any, kwargs: dict[str, 
 
 
 @pytest.mark.parametrize("name", SHARDINGS)
-def test_a_model_of_only_empty_parameters_is_refused(name: str) -> None:
+def test_h17_a_model_of_only_empty_parameters_is_refused(name: str) -> None:
     with pytest.raises(UsageError, match="has no trainable parameter"):
         dplab.parallelize(nn.Linear(4, 0, bias=False), sgd, name)
 
@@ -76,7 +76,7 @@ def test_a_loss_that_is_none_is_refused(loss: Any, message: str) -> None:
         engine.full_grad("x")
 
 
-def test_ranks_with_different_models_are_told_where() -> None:
+def test_h45_ranks_with_different_models_are_told_where() -> None:
     with pytest.raises(UsageError, match=r"the ranks hold different models: rank 0 has parameter .*\(2, 2\).*rank 1"):
         in_threads(2, lambda: dplab.parallelize(nn.Linear(2, 2 + dplab.init().rank), sgd))
 
@@ -106,7 +106,7 @@ class Different(nn.Module):
 
 @pytest.mark.parametrize("mesh", [None, (2, 2)])
 @pytest.mark.parametrize("name", SHARDINGS)
-def test_ranks_start_from_rank_0s_weights_and_buffers(name: str, mesh: Any) -> None:
+def test_h45_ranks_start_from_rank_0s_weights_and_buffers(name: str, mesh: Any) -> None:
     if name == "ddp" and mesh is not None:
         pytest.skip("ddp takes no mesh")
 

@@ -19,7 +19,7 @@ MODES = ("window", "micro_batch")
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("name", SHARDINGS)
-def test_equals_one_process(name: str, accumulate: int, size: int) -> None:
+def test_h01_equals_one_process(name: str, accumulate: int, size: int) -> None:
     model = worlds.build(worlds.Uneven)
     batches = worlds.uneven_batches(STEPS * size * accumulate)
     expected = worlds.reference(model, batches, per_step=size * accumulate)

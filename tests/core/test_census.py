@@ -1,4 +1,4 @@
-"""Parameters frozen, thawed and added after wrapping, branches and batches that differ between ranks: right, or named."""
+"""Parameters frozen, thawed and added after wrapping; branches and batches that differ between ranks."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ def test_an_optimizer_that_needs_a_closure_is_refused() -> None:
 
 @pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("name", SHARDINGS)
-def test_groups_keep_options_order_and_number(name: str, size: int) -> None:
+def test_h25_groups_keep_options_order_and_number(name: str, size: int) -> None:
     model = worlds.build(worlds.Uneven)
     batches = worlds.uneven_batches(5 * size)
 
@@ -115,7 +115,7 @@ def test_groups_keep_options_order_and_number(name: str, size: int) -> None:
 @pytest.mark.parametrize("before", [True, False], ids=["before-wrap", "after-wrap"])
 @pytest.mark.parametrize("name", SHARDINGS)
 @pytest.mark.filterwarnings("error")
-def test_a_scheduler_acts_on_what_is_stepped(name: str, before: bool) -> None:
+def test_h26_a_scheduler_acts_on_what_is_stepped(name: str, before: bool) -> None:
     def body() -> list[float]:
         model = nn.Linear(1, 1, bias=False)
         nn.init.ones_(model.weight)
@@ -147,7 +147,7 @@ def test_stepping_the_optimizer_itself_points_to_the_engine() -> None:
         scaler.step(engine.optimizer)
 
 
-def test_an_optimizer_on_a_part_keeps_that_part() -> None:
+def test_h28_an_optimizer_on_a_part_keeps_that_part() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     engine = dplab.parallelize(model, torch.optim.SGD(model[1].parameters(), lr=1.0), "zero2")
     before = engine.full_state_dict()
@@ -158,7 +158,7 @@ def test_an_optimizer_on_a_part_keeps_that_part() -> None:
     assert not torch.equal(before["1.weight"], after["1.weight"])
 
 
-def test_bad_optimizers_are_named() -> None:
+def test_h28_bad_optimizers_are_named() -> None:
     model = nn.Linear(2, 2)
     with pytest.raises(UsageError, match=r"SGD holds 2 tensors that are no parameters of the model .*shape \(3, 3\)"):
         dplab.parallelize(model, torch.optim.SGD(nn.Linear(3, 3).parameters()))
@@ -176,7 +176,7 @@ def test_bad_optimizers_are_named() -> None:
 @pytest.mark.parametrize("kind", [1.0, 2.0, float("inf")])
 @pytest.mark.parametrize("name", SHARDINGS)
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_clipping_equals_one_process(name: str, kind: float, size: int) -> None:
+def test_h27_clipping_equals_one_process(name: str, kind: float, size: int) -> None:
     model = worlds.build(worlds.Uneven)
     batches = worlds.uneven_batches(size)
     whole = copy.deepcopy(model)

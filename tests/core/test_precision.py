@@ -162,7 +162,7 @@ def test_memory_equals_the_formula_of_sixteen_and_eighteen_bytes(name: str, prec
 
 @pytest.mark.parametrize("name", SHARDINGS)
 @pytest.mark.parametrize("size", [1, 2])
-def test_bf16_weights_move_through_their_master(size: int, name: str) -> None:
+def test_h31_bf16_weights_move_through_their_master(size: int, name: str) -> None:
     """Updates of 0.001 at 1.0 all round away in bf16; the master copy keeps them."""
 
     class Ones(nn.Module):
@@ -219,7 +219,7 @@ class Crafted(nn.Module):
 @pytest.mark.parametrize("micro", [0, 1, 2])
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("name", SHARDINGS)
-def test_an_infinity_on_one_rank_skips_the_step_on_all(name: str, size: int, micro: int) -> None:
+def test_h29_an_infinity_on_one_rank_skips_the_step_on_all(name: str, size: int, micro: int) -> None:
     window = 3
 
     def body() -> list[Any]:
@@ -250,7 +250,7 @@ def test_an_infinity_on_one_rank_skips_the_step_on_all(name: str, size: int, mic
         assert [entry[3] for entry in history if entry[3]] in ([{1.0}, {2.0}, {2.0}, {3.0}], [])
 
 
-def test_the_scale_follows_torchs_scaler() -> None:
+def test_h30_the_scale_follows_torchs_scaler() -> None:
     ours, theirs = LossScaler(window=5), torch.amp.GradScaler("cpu", growth_interval=5)
     weight = nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([weight], lr=0.0)
@@ -265,7 +265,7 @@ def test_the_scale_follows_torchs_scaler() -> None:
 
 @pytest.mark.parametrize(("value", "kind"), [(float("nan"), "NaN"), (float("inf"), "infinite")])
 @pytest.mark.parametrize("name", SHARDINGS)
-def test_overflow_for_ever_ends_with_the_first_cause(name: str, value: float, kind: str) -> None:
+def test_h30_overflow_for_ever_ends_with_the_first_cause(name: str, value: float, kind: str) -> None:
     def body() -> list[float]:
         engine = dplab.parallelize(Crafted(), adamw, Strategy(sharding=name, precision="amp-fp16"))
         scales = []

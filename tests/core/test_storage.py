@@ -102,7 +102,7 @@ def test_a_reentrant_checkpoint_around_shared_weights_is_right_or_refused_by_nam
 
 
 @pytest.mark.parametrize("name", SHARDINGS)
-def test_gradient_penalty(name: str) -> None:
+def test_h23_gradient_penalty(name: str) -> None:
     """y = w x^2 + b, loss = mean(g^2) with g = dy/dx: the weight must still be there for the second derivative."""
 
     class Square(nn.Module):
@@ -138,7 +138,7 @@ class Output:
 
 @pytest.mark.parametrize("form", ["tensor", "tuple", "dict", "dataclass", "nested", "hidden"])
 @pytest.mark.parametrize("name", SHARDINGS)
-def test_outputs_of_any_form_are_handed_back_as_they_are(name: str, form: str) -> None:
+def test_h05_outputs_of_any_form_are_handed_back_as_they_are(name: str, form: str) -> None:
     class Trunk(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -173,7 +173,7 @@ def test_outputs_of_any_form_are_handed_back_as_they_are(name: str, form: str) -
 
 @pytest.mark.parametrize("way", ["module", "submodule", "method", "patched"])
 @pytest.mark.parametrize("name", SHARDINGS)
-def test_calling_around_the_engine_is_synchronised_too(name: str, way: str) -> None:
+def test_h46_calling_around_the_engine_is_synchronised_too(name: str, way: str) -> None:
     class Outer(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -216,7 +216,7 @@ def test_backward_through_weights_that_have_moved_since_is_an_error(name: str) -
 
 
 @pytest.mark.parametrize("name", SHARDINGS)
-def test_several_forwards_before_one_backward(name: str) -> None:
+def test_h02_several_forwards_before_one_backward(name: str) -> None:
     def body() -> float:
         model = nn.Sequential(*[nn.Linear(1, 1, bias=False)] * 3)
         nn.init.constant_(model[0].weight, 2.0)
@@ -231,7 +231,7 @@ def test_several_forwards_before_one_backward(name: str) -> None:
 
 
 @pytest.mark.parametrize("names", [("zero3", "ddp"), ("ddp", "zero3"), ("zero2", "zero1"), ("zero3", "zero3")])
-def test_two_models_and_two_optimizers_equal_one_process(names: tuple[str, str]) -> None:
+def test_h24_two_models_and_two_optimizers_equal_one_process(names: tuple[str, str]) -> None:
     """The loop of a GAN: D's hooks fire in G's step, with D frozen or not, the fake used twice."""
     def single() -> nn.Module:
         layer = nn.Sequential(nn.Linear(1, 1, bias=False)).double()
@@ -299,7 +299,7 @@ def test_what_rank_0_writes_while_gathered_is_everybodys(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SHARDINGS)
-def test_wrap_and_drop_leaves_nothing(name: str) -> None:
+def test_h47_wrap_and_drop_leaves_nothing(name: str) -> None:
     import gc
     import weakref
 

@@ -182,7 +182,7 @@ def states_of(mesh: Any, name: str, model: nn.Module, batches: list[worlds.Batch
 
 @pytest.mark.parametrize("shape", [(2, 2), (1, 4), (4, 1), (2, 3)])
 @pytest.mark.parametrize("name", ["zero1", "zero2", "zero3"])
-def test_hybrid_sharding_equals_one_process(name: str, shape: tuple[int, int]) -> None:
+def test_h48_hybrid_sharding_equals_one_process(name: str, shape: tuple[int, int]) -> None:
     size = shape[0] * shape[1]
     model = worlds.build(worlds.Uneven)
     batches = worlds.uneven_batches(3 * size)

@@ -56,7 +56,7 @@ def weight(engine: Engine) -> float:
 
 @pytest.mark.parametrize("mode", ["window", "micro_batch"])
 @pytest.mark.parametrize("name", EVERY)
-def test_three_backwards_and_one_step_sum_all_three(name: str, mode: str) -> None:
+def test_h09_three_backwards_and_one_step_sum_all_three(name: str, mode: str) -> None:
     def body() -> list[Any]:
         engine = engine_of(Strategy(sharding=name, accumulate_mode=mode))
         mine = [[1.0, 2.0, 3.0], [3.0, 4.0, 8.0]][dplab.init().rank]
@@ -74,7 +74,7 @@ def test_three_backwards_and_one_step_sum_all_three(name: str, mode: str) -> Non
 
 @pytest.mark.parametrize("zero", ["engine", "optimizer", "optimizer-zeros", "module"])
 @pytest.mark.parametrize("name", EVERY)
-def test_zero_grad_between_backwards_resets_the_window(name: str, zero: str) -> None:
+def test_h09_zero_grad_between_backwards_resets_the_window(name: str, zero: str) -> None:
     def body() -> float | None:
         engine = engine_of(name)
         backward(engine, 100.0)
@@ -88,7 +88,7 @@ def test_zero_grad_between_backwards_resets_the_window(name: str, zero: str) -> 
 
 @pytest.mark.parametrize("mode", ["window", "micro_batch"])
 @pytest.mark.parametrize("name", EVERY)
-def test_the_last_window_is_divided_by_its_true_size(name: str, mode: str) -> None:
+def test_h11_the_last_window_is_divided_by_its_true_size(name: str, mode: str) -> None:
     def body() -> list[float]:
         engine = engine_of(Strategy(sharding=name, accumulate=2, accumulate_mode=mode))
         seen, steps = [], []
@@ -157,7 +157,7 @@ def only_no_sync(engine: Engine, values: list[float]) -> None:
 
 @pytest.mark.parametrize("loop", [around_forward, around_backward, around_both, forwards_first, only_no_sync])
 @pytest.mark.parametrize("name", EVERY)
-def test_no_sync_gives_the_sum_wherever_it_stands(name: str, loop: Callable[..., None]) -> None:
+def test_h08_no_sync_gives_the_sum_wherever_it_stands(name: str, loop: Callable[..., None]) -> None:
     def body() -> list[float]:
         engine = engine_of(name)
         moved = []
@@ -171,7 +171,7 @@ def test_no_sync_gives_the_sum_wherever_it_stands(name: str, loop: Callable[...,
     assert in_threads(2, body) == [[7.0] * 3] * 2
 
 
-def test_an_exception_inside_no_sync_restores_it() -> None:
+def test_h08_an_exception_inside_no_sync_restores_it() -> None:
     def body() -> float | None:
         engine = engine_of("zero2")
         with contextlib.suppress(KeyError), engine.no_sync():
@@ -183,7 +183,7 @@ def test_an_exception_inside_no_sync_restores_it() -> None:
 
 
 @pytest.mark.parametrize("name", [*SHARDINGS])
-def test_replicated_strategies_reduce_once_a_window(name: str) -> None:
+def test_h07_replicated_strategies_reduce_once_a_window(name: str) -> None:
     def body() -> int:
         engine = engine_of(f"{name}+accum3+accumulate_mode=window")
         backward(engine, 1.0, 2.0, 3.0)
@@ -196,7 +196,7 @@ def test_replicated_strategies_reduce_once_a_window(name: str) -> None:
 
 @pytest.mark.parametrize("window", [1, 2])
 @pytest.mark.parametrize("name", EVERY)
-def test_tokens_weigh_the_same_wherever_they_are(name: str, window: int) -> None:
+def test_h10_tokens_weigh_the_same_wherever_they_are(name: str, window: int) -> None:
     # (tokens, value of each); rank 1 ends with a micro-batch without tokens
     batches = [[(3, 1.0), (1, 5.0), (4, 2.0)], [(2, 2.0), (6, 3.0), (0, 9.0)]]
 
@@ -226,7 +226,7 @@ def test_weights_must_be_given_by_all_or_none() -> None:
         in_threads(2, body)
 
 
-def test_weights_that_add_up_to_nothing_are_refused() -> None:
+def test_h10_weights_that_add_up_to_nothing_are_refused() -> None:
     def body() -> None:
         engine = engine_of("ddp")
         engine.backward(engine(1.0), weight=0)
@@ -270,7 +270,7 @@ def test_with_plain_backward_such_a_rank_takes_part_in_step(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", EVERY)
-def test_none_is_not_zero(name: str) -> None:
+def test_h03_none_is_not_zero(name: str) -> None:
     """What moved nowhere is not stepped: no decay, no momentum; what moved on one rank is, everywhere."""
 
     class Branch(nn.Module):

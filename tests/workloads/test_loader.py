@@ -18,7 +18,7 @@ def epochs(count: int, samples: int = 12, batch: int = 2) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_every_epoch_is_another_permutation_and_the_same_at_every_world_size(size: int) -> None:
+def test_h44_every_epoch_is_another_permutation_and_the_same_at_every_world_size(size: int) -> None:
     per_rank = in_threads(size, epochs, 3)
     whole = []
     for epoch in range(3):
@@ -29,7 +29,7 @@ def test_every_epoch_is_another_permutation_and_the_same_at_every_world_size(siz
     assert whole[0] != whole[1] != whole[2]
 
 
-def test_a_resumed_epoch_goes_on_in_the_same_order() -> None:
+def test_h44_a_resumed_epoch_goes_on_in_the_same_order() -> None:
     def resumed() -> tuple[list[int], list[int]]:
         first = dplab.loader(range(12), batch_size=2, seed=5)
         walk = iter(first)
@@ -46,7 +46,7 @@ def test_a_resumed_epoch_goes_on_in_the_same_order() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 7])
-def test_gather_returns_ten_rows_in_order_whatever_the_world(size: int) -> None:
+def test_h14_gather_returns_ten_rows_in_order_whatever_the_world(size: int) -> None:
     def evaluate() -> tuple[torch.Tensor, list[int]]:
         rows = [int(i) for x in dplab.loader(range(10), batch_size=2, shuffle=False) for i in x]
         return dplab.gather(torch.tensor(rows)), dplab.gather(rows)
