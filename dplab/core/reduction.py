@@ -99,6 +99,8 @@ class Reduction:
             raise StateError(f"parameter {bucket.names[slot]!r} got a gradient again after its bucket was reduced in "
                              f"this backward (a re-entrant checkpoint around shared weights does that); "
                              f"use use_reentrant=False")
+        for _, pending in self._in_flight:
+            pending.look()
         if bucket.accumulate(slot):
             self.filled(bucket)
             while self._reducing and self._next < len(self.buckets) and not self.buckets[self._next].missing:

@@ -25,8 +25,10 @@ Op = Literal["sum", "max"]
 class Work(Protocol):
     """What a transport hands back for a collective under way."""
 
-    done_at: int | None
-    """ns at which the last byte had come, where the transport can tell; None until then"""
+    @property
+    def done_at(self) -> int | None:
+        """ns at which the last byte had come, as far as the transport can tell; None until then."""
+
 
     def wait(self) -> None:
         """Returns when the result is in place; raises WireError if it never will be."""
@@ -66,10 +68,16 @@ class Pending:
     def __init__(self, work: Work | None = None, ended: Callable[[Work, int], None] | None = None) -> None:
         self._work, self._ended = work, ended
 
+    def look(self) -> None:
+        """Notes when the last byte has come, for transports that only tell when asked."""
+        if self._work is not None:
+            _ = self._work.done_at
+
     def wait(self) -> None:
         """Blocks until the result is in place, and records the collective."""
         if self._work is None:
             return
+        self.look()
         work, self._work = self._work, None
         asked = now()
         work.wait()

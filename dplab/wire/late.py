@@ -75,10 +75,6 @@ class _LateWork:
     def done_at(self) -> int | None:
         return self._work.done_at
 
-    @done_at.setter
-    def done_at(self, value: int | None) -> None:
-        self._work.done_at = value
-
     def wait(self) -> None:
         self._late.pause()
         self._work.wait()

@@ -6,6 +6,7 @@ user's own), `dplab.launch`, torchrun, or Slurm. Alone it is a world of one.
 
 from __future__ import annotations
 
+import atexit
 import os
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from dplab.errors import UsageError
 from dplab.telemetry import recorder
 from dplab.wire.collectives import Collectives, Counters, Transport
-from dplab.wire.groups import SoloTransport, transport_for
+from dplab.wire.groups import SoloTransport, leave, transport_for
 from dplab.wire.threads import ThreadWorld
 
 TIMEOUT = timedelta(minutes=10)
@@ -116,6 +117,7 @@ def init(*, backend: str | None = None, device: str | torch.device | None = None
         backend = _backend(backend, chosen, place["local_size"])
         dist.init_process_group(backend, init_method=place["rendezvous"], rank=place["rank"],
                                 world_size=place["size"], timeout=TIMEOUT)
+        atexit.register(leave)
     if dist.is_initialized():
         world = World(dist.get_rank(), dist.get_world_size(), place["local_rank"], chosen, str(dist.get_backend()))
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import textwrap
@@ -186,8 +187,6 @@ def test_a_device_mesh_gives_its_axes() -> None:
 
 
 def start(program: str, **env: str) -> subprocess.CompletedProcess[str]:
-    import os
-
     return subprocess.run([sys.executable, "-c", textwrap.dedent(program)], env={**os.environ, **env}, text=True,
                           capture_output=True, timeout=60, check=False)
 
@@ -228,7 +227,29 @@ def test_the_same_program_runs_under_torchrun(tmp_path: Any) -> None:
         print(f"rank {world.rank} of {world.size} over {world.backend} agrees")
     """))
     done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
-                           "--log-dir", str(tmp_path / "logs"), str(program)], text=True, capture_output=True, timeout=120, check=False)
+                           "--log-dir", str(tmp_path / "logs"), str(program)], text=True, capture_output=True,
+                          timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     for rank in range(2):  # the ranks share a pipe, and may share a line
         assert f"rank {rank} of 2 over gloo agrees" in done.stdout
+
+
+def test_a_program_that_just_ends_ends_well(tmp_path: Any) -> None:
+    """Without a word of farewell: no thread of the backend may meet an interpreter on its way out."""
+    program = tmp_path / "program.py"
+    program.write_text(textwrap.dedent("""
+        import torch
+        import dplab
+
+        engine = dplab.parallelize(torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(8)]),
+                                   lambda ps: torch.optim.SGD(ps, lr=0.1), "zero2+bucket_mb=0.01")
+        for _ in range(10):
+            engine.backward(engine(torch.ones(2, 64)).sum())
+            engine.step()
+    """))
+    for turn in range(3):
+        env = {**os.environ, "WORLD_SIZE": "2", "DPLAB_RENDEZVOUS": f"file://{tmp_path}/meet-{turn}"}
+        ranks = [subprocess.Popen([sys.executable, str(program)], env={**env, "RANK": str(rank)},
+                                  stderr=subprocess.PIPE, text=True) for rank in range(2)]
+        told = [rank.communicate(timeout=60)[1] for rank in ranks]
+        assert [rank.returncode for rank in ranks] == [0, 0], told
