@@ -47,10 +47,12 @@ def preload() -> None:
 def serve(launcher: int) -> None:
     """Starts a supervisor for each line of standard input, until it closes or nothing comes for ten minutes."""
     pending, since = b"", time.monotonic()
-    while os.getppid() == launcher and time.monotonic() - since < IDLE_SECONDS:
+    while time.monotonic() - since < IDLE_SECONDS:
         ready, _, _ = select.select([0], [], [], 1.0)
         if not ready:
-            continue
+            if os.getppid() != launcher:
+                return
+            continue  # what was handed over before the launcher went is in the pipe, and is started
         data = os.read(0, 1 << 16)
         if not data:
             return
