@@ -81,9 +81,7 @@ class Bucket:
         parameter = self.parameters[slot]
         grad = parameter.grad
         assert grad is not None
-        if self.grads.buffer is None:
-            self.grads.open()
-            self.filled.clear()
+        self._be_open()
         view = self.grads.views[slot]
         if grad.layout is not torch.strided:
             grad = grad.to_dense()  # rows that were not looked up are zero
@@ -103,9 +101,7 @@ class Bucket:
     def reduce(self) -> Pending:
         """Issues the reduction. Slots without a gradient here count as zero."""
         assert self.grads is not None
-        if self.grads.buffer is None:
-            self.grads.open()
-            self.filled.clear()
+        self._be_open()
         for slot, view in enumerate(self.grads.views):
             # a gradient that the user has set to None since counts as none
             shown = view.dtype == self.dtypes.param
@@ -113,6 +109,13 @@ class Bucket:
                 view.zero_()
         self.launched = True
         return self.grads.reduce(self.index, self.filled_at if not self.missing else now())
+
+    def _be_open(self) -> None:
+        """There is a buffer to fill from here on; a new one has nothing in it."""
+        assert self.grads is not None
+        if self.grads.buffer is None:
+            self.grads.open()
+            self.filled.clear()
 
     def first_not_finite(self) -> str | None:
         """The first parameter whose unreduced gradient here is not finite, and what it is; None if all are."""

@@ -17,8 +17,6 @@ from dplab.core.precision import Dtypes
 from dplab.layout import FlatLayout
 from dplab.wire.collectives import Collectives, Pending
 
-Finished = Callable[[], None]
-
 
 class BufferPool:
     """Full-length buffers that buckets fill in turn: two rotate, more exist only while more buckets are open.
