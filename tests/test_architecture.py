@@ -23,7 +23,7 @@ MAY_IMPORT = {
     "layout": PURE,
     "resources": {"errors"},
     "telemetry": PURE | {"layout"},
-    "planner": PURE | {"layout", "telemetry"},
+    "planner": PURE | {"layout", "telemetry", "resources"},
     "wire": PURE | {"layout", "telemetry"},
     "core": PURE | {"layout", "wire", "telemetry"},
     "engine": PURE | {"layout", "wire", "telemetry", "core"},
