@@ -7,7 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from dplab.errors import UsageError
-from dplab.planner.footprint import MODEL_STATES, ElementBytes, held_whole, model_states, states_formula, volume
+from dplab.planner.footprint import (
+    MODEL_STATES,
+    ElementBytes,
+    held_whole,
+    model_states,
+    precision_name,
+    states_formula,
+    volume,
+)
 from dplab.specs import DTYPE_BYTES, Placement, Sharding, Strategy
 
 
@@ -47,7 +55,8 @@ class Explanation:
     roles: Roles
     states: dict[str, float]
     states_formula: str
-    bytes_per_parameter: int
+    precision: str
+    element: ElementBytes
     elements_sent: dict[str, float]
     bytes_sent: dict[str, float]
 
@@ -55,8 +64,14 @@ class Explanation:
         """Plain values for JSON."""
         return {"strategy": str(self.strategy), "params": self.numel, "world_size": self.world_size,
                 "roles": dict(vars(self.roles)), "model_states_bytes": {**self.states, "total": self.total_bytes},
-                "formula": self.states_formula, "bytes_per_parameter": self.bytes_per_parameter,
+                "formula": self.states_formula, "precision": self.precision,
+                "bytes_per_parameter": self.bytes_per_parameter,
                 "elements_sent": self.elements_sent, "bytes_sent": self.bytes_sent}
+
+    @property
+    def bytes_per_parameter(self) -> int:
+        """Bytes of model states a parameter where nothing is sharded."""
+        return self.element.total
 
     @property
     def total_bytes(self) -> float:
@@ -70,7 +85,7 @@ class Explanation:
                  f"  parameters         {roles.params}", f"  gradients          {roles.grads}",
                  f"  gradients reduce   {roles.reduce}", f"  after the step     {roles.after_step}",
                  f"  around a unit      {roles.around_unit}", "",
-                 f"memory: {self.bytes_per_parameter} bytes a parameter before sharding"]
+                 f"memory: {self.bytes_per_parameter} bytes a parameter before sharding, in {self.precision}"]
         whole = held_whole(self.strategy.sharding, accumulate=self.strategy.accumulate,
                            reduces_every_backward=self.strategy.reduces_every_backward)
         lines += [f"  {name:12}{_size(self.states[name]):>12}   {'all of it' if name in whole else share + ' of it'}"
@@ -79,6 +94,8 @@ class Explanation:
                   f"wire: sent by one rank in one step{self._window()}"]
         lines += [f"  {name:15}{self.elements_sent[name]:>16,.0f} elements{_size(self.bytes_sent[name]):>12}"
                   for name in _WIRE if self.elements_sent[name]] or ["  nothing: there is one rank"]
+        if self.strategy.sharding.params is Placement.SHARDED and self.strategy.reshard and n > 1:
+            lines.append("  at most: a root unit that stays gathered after its forward is gathered once, not twice")
         return "\n".join(lines)
 
     def _window(self) -> str:
@@ -96,8 +113,10 @@ class Explanation:
 def explain(strategy: Strategy | str, model: Any, world_size: int) -> Explanation:
     """The row of the strategy table for `model` (an nn.Module, or a number of parameters) on `world_size` ranks.
 
-    Padding is left out (it is below 128 elements a parameter and rank); a ZeRO-3 root that stays gathered
-    after its forward sends less than printed. Raises UsageError for what has no parameters.
+    It counts in the precision that a run would have: the strategy's, without one the model's own dtype (fp32 for
+    a number), where `estimate` assumes bf16. Padding is left out (below 128 elements a parameter and rank); a
+    ZeRO-3 root that stays gathered after its forward is sent once, not twice, so that less is sent than
+    printed. Raises UsageError for what has no parameters.
     """
     chosen = Strategy.parse(strategy)
     if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
@@ -112,14 +131,15 @@ def explain(strategy: Strategy | str, model: Any, world_size: int) -> Explanatio
     # what travels is what waits in a bucket: one backward's gradients, or a window's sums
     one_backward = chosen.sharding.grads is Placement.SHARDED and chosen.reduces_every_backward
     reduced = DTYPE_BYTES[chosen.precision.param or dtype] if one_backward else element.grads
+    precision = precision_name(chosen.precision, model=dtype)
     on_the_wire = {"all_gather": element.params}
     return Explanation(
         strategy=chosen, numel=numel, world_size=world_size, roles=Roles.of(chosen.sharding),
         states=model_states(numel, sharding=chosen.sharding, shard=world_size, precision=chosen.precision,
                             model=dtype, **window),
         states_formula=states_formula(numel, element=element, whole=held_whole(chosen.sharding, **window),
-                                      shard=world_size),
-        bytes_per_parameter=element.total, elements_sent=sent,
+                                      shard=world_size, precision=precision),
+        precision=precision, element=element, elements_sent=sent,
         bytes_sent={name: count * on_the_wire.get(name, reduced) for name, count in sent.items()})
 
 

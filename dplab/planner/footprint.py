@@ -46,6 +46,10 @@ class ElementBytes:
         """Bytes a parameter where nothing is sharded: 16, or 18 with fp32 gradients beside 2-byte weights."""
         return self.params + self.grads + self.optimizer + self.master
 
+    def __str__(self) -> str:
+        """The parts that there are: `params 2 + grads 2 + optimizer 8 + master 4`."""
+        return " + ".join(f"{name} {size}" for name in MODEL_STATES if (size := getattr(self, name)))
+
 
 def model_states(numel: float, *, sharding: Sharding, shard: int, precision: Precision = PRECISIONS["fp32"],
                  optimizer_slots: int = 2, accumulate: int = 1, reduces_every_backward: bool | None = None,
@@ -150,9 +154,13 @@ class ModelShape:
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """Predicted bytes of one rank. `activations_bytes` is None where no model shape was given."""
+    """Predicted bytes of one rank. `activations_bytes` is None where no model shape was given.
+
+    `precision` says which one is counted, and where that is an assumption.
+    """
 
     strategy: str
+    precision: str
     params: float
     world_size: int
     model_states_bytes: dict[str, float]
@@ -174,7 +182,7 @@ class Estimate:
         lines = [f"{self.strategy}, {self.params:.4g} parameters, {self.world_size} ranks: predicted, one rank",
                  f"{'':12}{'GB (1e9)':>12}{'GiB (2^30)':>12}"]
         lines += [f"{name:12}{size / 1e9:12.3f}{size / 2**30:12.3f}" for name, size in rows]
-        return "\n".join([*lines, f"formula: {self.formula}", f"note: {self.note}"])
+        return "\n".join([*lines, f"formula: {self.formula}", f"precision: {self.precision}", f"note: {self.note}"])
 
 
 def estimate(*, params: float, world_size: int, strategy: Strategy | str = "ddp", optimizer: str = "adamw",
@@ -182,8 +190,9 @@ def estimate(*, params: float, world_size: int, strategy: Strategy | str = "ddp"
     """Memory of one rank, predicted from a parameter count (7.5e9), without torch and without a GPU.
 
     A strategy given as text without a precision is counted as the literature does, with 2-byte weights and
-    gradients and an fp32 master copy (`bf16`); write `zero2+fp32` for plain fp32. `shard`: size of the shard
-    axis where it is smaller than the world (hybrid). With `shape` activations are added.
+    gradients and an fp32 master copy (`bf16`), though a run of it computes in fp32, which is what `explain`
+    counts; write `zero2+fp32` or `zero2+bf16` to have both count alike. `shard`: size of the shard axis where
+    it is smaller than the world (hybrid). With `shape` activations are added.
     Raises UsageError for a count below 1, an unknown strategy or optimizer, a shard that does not divide.
     """
     _at_least("params", params, 1)
@@ -203,7 +212,7 @@ def estimate(*, params: float, world_size: int, strategy: Strategy | str = "ddp"
     total = sum(states.values())
     formula = states_formula(
         params, shard=shard, element=ElementBytes.of(chosen.precision, accumulate=chosen.accumulate, slots=slots),
-        whole=held_whole(chosen.sharding, **window))
+        whole=held_whole(chosen.sharding, **window), precision=precision_name(chosen.precision))
     activations = None
     note = "activations, buckets, gathered units, the framework's own memory and fragmentation are not in it"
     if shape is not None:
@@ -211,20 +220,37 @@ def estimate(*, params: float, world_size: int, strategy: Strategy | str = "ddp"
         activations, text = shape.activations(element_bytes=compute, recompute=chosen.recompute == "full")
         formula += f"; activations (arXiv:2205.05198) = {text} = {activations / 1e9:.4g} GB"
         note = "buckets, gathered units, the framework's own memory and fragmentation are not in it"
-    return Estimate(strategy=str(chosen), params=_exact(Fraction(params)), world_size=world_size,
-                    model_states_bytes={**states, "total": total}, activations_bytes=activations,
+    return Estimate(strategy=str(chosen), precision=_counted(strategy, chosen), params=_exact(Fraction(params)),
+                    world_size=world_size, model_states_bytes={**states, "total": total}, activations_bytes=activations,
                     total_bytes=total + (activations or 0), formula=formula, note=note)
 
 
-def states_formula(numel: float, *, element: ElementBytes, whole: set[str], shard: int) -> str:
-    """The sum behind `model_states`, with its numbers: `7.5e+09 x (2 + 14/64) bytes = 16.64 GB (1e9)`."""
+def precision_name(precision: Precision, *, model: str = "fp32") -> str:
+    """`bf16`, `amp-fp16`, ...; the model's own dtype where nothing is cast; `own precision` for one without a name."""
+    return model if precision.name == "fp32" else precision.name or "own precision"
+
+
+def _counted(given: Strategy | str, chosen: Strategy) -> str:
+    """Which precision an estimate counts, and that it was assumed where it was."""
+    name = precision_name(chosen.precision)
+    if isinstance(given, Strategy) or chosen == Strategy.parse(given):
+        return name
+    return f"{name}, assumed because {given!r} names none; a run of it computes in fp32, estimated by '{given}+fp32'"
+
+
+def states_formula(numel: float, *, element: ElementBytes, whole: set[str], shard: int, precision: str) -> str:
+    """The sum behind `model_states`, with its numbers and their precision.
+
+    `7.5e+09 x (2 + 14/64) bytes = 16.64 GB (1e9) in bf16 (params 2 + grads 2 + optimizer 8 + master 4)`
+    """
     kept = sum(getattr(element, name) for name in whole)
     cut = element.total - kept
     terms = [str(kept)] if kept else []
     if cut:
         terms.append(f"{cut}/{shard}")
     total = Fraction(numel) * (kept + Fraction(cut, shard))
-    return f"{numel:.6g} x ({' + '.join(terms)}) bytes = {float(total) / 1e9:.4g} GB (1e9)"
+    return (f"{numel:.6g} x ({' + '.join(terms)}) bytes = {float(total) / 1e9:.4g} GB (1e9) "
+            f"in {precision} ({element})")
 
 
 def _with_default_precision(strategy: Strategy | str) -> Strategy:

@@ -10,7 +10,7 @@ import pytest
 
 from dplab.errors import UsageError
 from dplab.planner.explain import Roles, explain
-from dplab.planner.footprint import model_states, volume
+from dplab.planner.footprint import estimate, model_states, volume
 from dplab.specs import SHARDINGS
 
 ROWS = {
@@ -38,8 +38,8 @@ def test_numbers_are_the_footprints(name):
 def test_text_of_zero2():
     text = str(explain("zero2", 1_000_000, 4))
     assert "zero2 on 4 ranks, 1,000,000 parameters (predicted, one rank)" in text
-    assert "16 bytes a parameter" in text
-    assert "1e+06 x (4 + 12/4) bytes = 0.007 GB (1e9)" in text
+    assert "16 bytes a parameter before sharding, in fp32" in text
+    assert "1e+06 x (4 + 12/4) bytes = 0.007 GB (1e9) in fp32 (params 4 + grads 4 + optimizer 8)" in text
     assert "reduce_scatter          750,000 elements     3.00 MB" in text
     assert "1/4 of it" in text
     assert "all of it" in text
@@ -62,6 +62,33 @@ def test_a_window_costs_two_bytes_a_parameter_more():
     assert explain("zero3+bf16", 1000, 2).bytes_per_parameter == 16
 
 
+def test_zero3_says_that_a_kept_root_sends_less():
+    told = "at most: a root unit that stays gathered after its forward is gathered once, not twice"
+    assert told in str(explain("zero3", 1000, 2))
+    for other in ("zero2", "zero3+reshard=false"):
+        assert told not in str(explain(other, 1000, 2))
+    assert told not in str(explain("zero3", 1000, 1))
+
+
+@pytest.mark.parametrize(("strategy", "precision"), [
+    ("zero2", "fp32"), ("zero2+bf16", "bf16"), ("zero2+amp-fp16", "amp-fp16"),
+    ("zero2+precision=bf16:fp32:-:fp32:-", "own precision")])
+def test_the_precision_that_is_counted_is_told(strategy, precision):
+    told = explain(strategy, 1000, 2)
+    assert told.to_dict()["precision"] == precision
+    assert f"before sharding, in {precision}" in str(told)
+    assert f"in {precision} (params " in told.to_dict()["formula"]
+
+
+@pytest.mark.parametrize("strategy", ["ddp+fp32", "zero1+bf16", "zero2+fp16+accum4", "zero3+amp-bf16"])
+def test_estimate_and_explain_agree_where_the_precision_is_named(strategy):
+    """`estimate` assumes bf16 and `explain` fp32 only where a strategy names none."""
+    told, estimated = explain(strategy, 1_000_000, 4), estimate(params=1_000_000, world_size=4, strategy=strategy)
+    assert told.to_dict()["model_states_bytes"] == estimated.to_dict()["model_states_bytes"]
+    assert told.to_dict()["formula"] == estimated.to_dict()["formula"]
+    assert told.precision == estimated.precision
+
+
 def test_one_rank_sends_nothing():
     assert "nothing: there is one rank" in str(explain("zero3", 1000, 1))
     assert sum(explain("ddp", 1000, 1).bytes_sent.values()) == 0
@@ -75,6 +102,7 @@ def test_a_module_is_counted_by_its_trainable_parameters_tied_weights_once():
     told = explain("ddp", model, 2)
     assert told.numel == 4 * 4 + 4
     assert told.bytes_per_parameter == 32
+    assert told.precision == "fp64"
     assert json.loads(json.dumps(told.to_dict()))["params"] == 20
 
 

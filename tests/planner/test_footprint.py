@@ -18,7 +18,7 @@ from dplab.planner.footprint import (
     transients,
     volume,
 )
-from dplab.specs import DDP, PRECISIONS, SHARDINGS, ZERO1, ZERO2, ZERO3, Precision
+from dplab.specs import DDP, PRECISIONS, SHARDINGS, ZERO1, ZERO2, ZERO3, Precision, Strategy
 
 ZERO_FIGURE_1 = {"ddp": 120, "zero1": 31.4, "zero2": 16.6, "zero3": 1.9}
 """GB a device for 7.5e9 parameters on 64 devices, arXiv:1910.02054 figure 1."""
@@ -160,7 +160,8 @@ def test_estimate_tells_its_formula_precision_and_units():
     result = estimate(params=7.5e9, world_size=64, strategy="zero2",
                       shape=ModelShape(layers=32, hidden=4096, heads=32, sequence=2048))
     assert result.strategy == "zero2+bf16"
-    assert result.formula.startswith("7.5e+09 x (2 + 14/64) bytes = 16.64 GB (1e9); activations")
+    assert result.formula.startswith("7.5e+09 x (2 + 14/64) bytes = 16.64 GB (1e9) in bf16 "
+                                     "(params 2 + grads 2 + optimizer 8 + master 4); activations")
     text = str(result)
     assert "GB (1e9)" in text
     assert "GiB (2^30)" in text
@@ -168,6 +169,16 @@ def test_estimate_tells_its_formula_precision_and_units():
     plain = json.loads(json.dumps(result.to_dict()))
     assert plain["total_bytes"] == plain["model_states_bytes"]["total"] + plain["activations_bytes"]
     assert plain["params"] == 7_500_000_000
+
+
+def test_estimate_says_which_precision_it_assumes_and_only_then():
+    told = estimate(params=1000, world_size=2, strategy="zero2")
+    assert told.to_dict()["precision"] == (
+        "bf16, assumed because 'zero2' names none; a run of it computes in fp32, estimated by 'zero2+fp32'")
+    assert f"precision: {told.precision}" in str(told)
+    assert estimate(params=1000, world_size=2, strategy="zero2+bf16").precision == "bf16"
+    assert estimate(params=1000, world_size=2, strategy="zero2+fp32").precision == "fp32"
+    assert estimate(params=1000, world_size=2, strategy=Strategy(sharding="zero2")).precision == "fp32"
 
 
 @pytest.mark.parametrize(("strategy", "optimizer", "formula"), [
