@@ -1,0 +1,70 @@
+"""What a layer's forward leaves for its backward, in bytes: closed forms over splits.
+
+Korthikanti et al. 2022, arXiv:2205.05198, table 2, for a GPT block with its attention matrix stored; the same
+count, tensor by tensor, for gated blocks, grouped keys, flash attention and cross-attention.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from dplab.planner.profile import Block
+from dplab.planner.split import Recipe, Split
+
+
+def whole(block: Block, recipe: Recipe) -> float:
+    """Bytes an element of tokens x hidden that tensor parallelism leaves whole: inputs of both norms and of both
+    first products, dropout masks, fp32 copies of an unfused RMSNorm."""
+    parts = 3 if block.crosses else 2
+    upcast = 4 * parts if block.gated and not recipe.fused_norm else 0
+    return parts * (2 * recipe.element + (1 if block.dropout else 0)) + upcast
+
+
+def divided(block: Block, recipe: Recipe) -> float:
+    """Bytes an element of tokens x hidden that tensor parallelism divides: queries, keys, values, context, what the
+    MLP's activation takes and gives, flash attention's row sums."""
+    e, h = recipe.element, block.hidden
+    attention: float = e * (2 * block.inner + 2 * block.kv)
+    if block.gated and recipe.packed_qkv:
+        attention += e * (block.inner + block.kv)
+    if block.crosses:
+        attention += e * (2 * block.inner + 2 * block.kv * block.crosses / block.tokens)
+    if recipe.flash:
+        attention += 4 * block.heads
+    return (attention + e * block.ffn * (4 if block.gated else 2)) / h
+
+
+def scores(block: Block, recipe: Recipe) -> float:
+    """Bytes an element of tokens x hidden of stored attention matrices: 5 a s / h with dropout."""
+    if recipe.flash:
+        return 0.0
+    each = 2 * recipe.element + 1 if block.dropout else recipe.element
+    return each * block.heads * (block.tokens + block.crosses) / block.hidden
+
+
+def layer(block: Block, split: Split, recipe: Recipe, *, recompute: Any = None) -> Any:
+    """Bytes that one layer keeps for one micro-batch on one rank. `recompute` replaces the split's."""
+    mode = np.asarray(split.recompute if recompute is None else recompute)
+    tp = np.asarray(split.tp)
+    cut = tp if recipe.sequence_parallel else np.ones_like(tp)
+    kept = whole(block, recipe) / cut + divided(block, recipe) / tp
+    if recipe.keeps_gathered and recipe.sequence_parallel:
+        kept = kept + 2 * recipe.element * (1 - 1 / tp)
+    matrix = scores(block, recipe) / tp
+    each = np.where(mode == 2, recipe.element / cut, np.where(mode == 1, kept, kept + matrix))
+    return block.tokens * block.hidden * np.asarray(split.micro_batch) * each
+
+
+def in_flight(stage: Any, split: Split, recipe: Recipe) -> Any:
+    """Micro-batches (in whole stages) whose activations a stage holds at once: 1F1B min(p - stage, m); interleaved
+    1 + (p-1)/(pv) times p on the first; ZB-1p p and ZB-2p 2p-1 on every stage (arXiv:2401.10241)."""
+    pp, chunks = np.asarray(split.pp), np.asarray(split.chunks)
+    if recipe.schedule == "zb-1p":
+        held = pp.astype(float)
+    elif recipe.schedule == "zb-2p":
+        held = 2.0 * pp - 1
+    else:
+        held = np.where(chunks > 1, ((pp - stage - 1) * 2 + (chunks - 1) * pp + 1) / chunks, pp - stage)
+    return np.minimum(held, split.accumulate)
