@@ -9,7 +9,6 @@ Everything hangs on module and parameter hooks, so calling the model or a part o
 from __future__ import annotations
 
 import os
-import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -21,12 +20,12 @@ from dplab.core import build, norm
 from dplab.core.buffers import Buffers, Rule
 from dplab.core.census import Census
 from dplab.core.control import Model
+from dplab.core.full import Full
 from dplab.core.gathers import GatheredUnit, Gathers, UnitHooks, in_backward
-from dplab.core.hooks import ForwardHooks, hook_parameters
+from dplab.core.hooks import ForwardHooks, hook_parameters, refuse_copies
 from dplab.core.ledger import Ledger
 from dplab.core.optim import OptimizerLike, OwnedOptimizer, make
-from dplab.core.params import Sharded
-from dplab.core.precision import scales_loss
+from dplab.core.precision import explain_mismatch, scales_loss
 from dplab.core.reduction import Reduction
 from dplab.core.scaler import LossScaler
 from dplab.core.units import UnitRule, find_units
@@ -106,24 +105,30 @@ class Engine:
         for pool in pools:
             self._reduction.serve(pool)
         self._ledger = Ledger(self._buckets, pools, self._owned)
-        self._slots = {name: (bucket, slot) for bucket in self._buckets for slot, name in enumerate(bucket.names)}
         self._gathers: Gathers | None = None
         if strategy.sharding.params is Placement.SHARDED:
             self._gather_units([GatheredUnit(unit, [b for b in self._buckets if set(b.names) & set(dict(
                 unit.parameters))], self._recorder) for unit in found])
+        self._full = Full(model, self._buckets, self._gathers, mesh)
         hook_parameters(self._reduction)
+        refuse_copies(model)
         ForwardHooks(model, self._reduction, self._ledger, strategy.precision, world.device)
         made.zero_grad = model.zero_grad = self.zero_grad  # type: ignore[method-assign]
         self._step_began = now()
         self._steps = 0
-        self._loss: torch.Tensor | None = None
+        self._losses: list[tuple[torch.Tensor, float]] = []
+        """loss and weight of each backward of the window"""
 
     # ---- the loop
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward; returns what it returns."""
         with self._step_named():
-            return self.module(*args, **kwargs)
+            try:
+                return self.module(*args, **kwargs)
+            except RuntimeError as error:
+                explain_mismatch(error, self.strategy.precision, self.module)
+                raise
 
     def backward(self, loss: torch.Tensor, *, weight: float | None = None) -> None:
         """Backward of a scalar loss. With `weight` the loss is a sum over that many tokens (or samples), and the
@@ -136,7 +141,7 @@ class Engine:
         if weight is not None and not 0 <= weight < float("inf"):
             raise UsageError(f"engine.backward(weight={weight!r}): the weight is a number of tokens or samples, >= 0")
         self._reduction.begin(None if weight is None else float(weight))
-        self._loss = loss.detach() if weight is None else loss.detach() / max(weight, 1.0)
+        self._losses.append((loss.detach(), 1.0 if weight is None else float(weight)))
         scaler = self._reduction.scaler
         with self._step_named():
             try:
@@ -152,11 +157,11 @@ class Engine:
         Returns True when weights moved. Raises RunStopped, on all ranks at the same step, once somebody asked
         the run to end.
         """
+        self._full.refuse_inside("engine.step()")
         reduction = self._reduction
         if not reduction.due and not (last and reduction.window.backwards):
             return False
-        with self._step_named():
-            reduction.close()
+        self._close()
         overflow = reduction.window.overflow
         if self.strategy.clip_grad_norm is not None and not overflow:
             self.clip_grad_norm_(self.strategy.clip_grad_norm)
@@ -164,6 +169,8 @@ class Engine:
         self._recorder.phase("optimizer")
         moved = not overflow and any(any(bucket.moved) for bucket in reduction.buckets)
         if moved:
+            for bucket in reduction.buckets:
+                bucket.params.refresh_master()
             self._owned.step()
             for bucket in reduction.buckets:
                 bucket.params.round_master()
@@ -179,6 +186,7 @@ class Engine:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets the gradients of this window, and the window with them. (They are None afterwards either way.)"""
+        self._losses.clear()
         self._reduction.reset()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor | None:
@@ -188,10 +196,16 @@ class Engine:
         """
         if not self._reduction.due and not self._reduction.window.closed:
             return None
-        self._reduction.close()
+        self._close()
         total = norm.global_norm(self._reduction.buckets, self.mesh, float(norm_type))
         norm.clip(self._reduction.buckets, total, max_norm)
         return total
+
+    def _close(self) -> None:
+        with self._step_named():
+            self._reduction.close()
+        for bucket in self._reduction.buckets:
+            bucket.take_edits()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -216,63 +230,23 @@ class Engine:
     @contextmanager
     def gathered(self) -> Iterator[nn.Module]:
         """Full parameters inside, readable and writable; afterwards rank 0's values are everybody's."""
-        with self._unsharded():
-            try:
-                yield self.module
-            finally:
-                for bucket in self._buckets:
-                    for parameter in bucket.parameters:
-                        build.broadcast(parameter.detach(), self.mesh)
-                    torch.autograd.graph.increment_version(bucket.parameters)
-                    bucket.params.take_back()
-
-    @contextmanager
-    def _unsharded(self) -> Iterator[None]:
-        """Full parameters inside, to be read."""
-        units = self._gathers.units if self._gathers is not None else ()
-        for unit in units:
-            unit.issue()
-            unit.complete()
-        try:
-            yield
-        finally:
-            for unit in units:
-                unit.reshard()
+        with self._full.write():
+            yield self.module
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """The plain model's state_dict: its keys, shapes and order, full values on the CPU of every rank.
 
         Where the optimizer steps a master copy, its values are the ones given, not their rounding.
         """
-        with self._unsharded():
-            state = {name: value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
-                     for name, value in self.module.state_dict().items()}
-        exact: dict[nn.Parameter, torch.Tensor] = {}
-        for bucket in self._buckets:
-            if bucket.params.master is not None:
-                exact |= zip(bucket.parameters, [t.cpu() for t in bucket.whole(bucket.params.master)], strict=True)
-        for name, parameter in self.module.named_parameters(remove_duplicate=False):
-            if parameter in exact and name in state:
-                state[name] = exact[parameter].clone()
-        return state
+        return self._full.state_dict()
 
     def full_grad(self, name: str) -> torch.Tensor | None:
         """The averaged gradient of a parameter once the window is closed; None where no rank has one."""
-        if name not in self._slots:
-            raise UsageError(f"parameter {name!r} is not in the model; names are as in model.named_parameters()")
-        bucket, slot = self._slots[name]
-        return bucket.full_grad(slot) if bucket.trainable else None
+        return self._full.grad(name)
 
     def check_agreement(self) -> None:
         """Raises StateError, naming parameter and ranks, where copies of a parameter differ between ranks."""
-        with self._unsharded():
-            mine = {name: _checksum(p) for name, p in self.module.named_parameters()}
-        every = self.mesh.world.gather_objects(mine)
-        for name in mine:
-            odd = [rank for rank, theirs in enumerate(every) if theirs[name] != every[0][name]]
-            if odd:
-                raise StateError(f"parameter {name!r} differs between rank 0 and ranks {odd}; something wrote to it "
-                                 f"outside engine.gathered()")
+        self._full.check_agreement()
 
     def memory(self) -> dict[str, int]:
         """Bytes on this rank by category (see `dplab.telemetry.events.CATEGORIES`). Not collective."""
@@ -291,6 +265,7 @@ class Engine:
         self._reduction.backward_ended = gathers.backward_ended
         self.module.register_forward_pre_hook(self._refuse_changes, prepend=True)
         self.module.register_state_dict_pre_hook(self._refuse_state_dict)  # type: ignore[no-untyped-call]
+        self.module.register_load_state_dict_pre_hook(self._refuse_load)  # type: ignore[no-untyped-call]
 
     def _refuse_changes(self, *_: Any) -> None:
         # ranks that train other parameters gather other units: they would not come to the control message
@@ -298,10 +273,14 @@ class Engine:
             self._census.refuse_here(self.world.rank)
 
     def _refuse_state_dict(self, *_: Any) -> None:
-        assert self._gathers is not None
-        if any(not isinstance(b.params, Sharded) or not b.params.resident for b in self._buckets):
+        if not all(bucket.params.resident for bucket in self._buckets):
             raise StateError("model.state_dict() has no values while the parameters are sharded; call "
                              "engine.full_state_dict(), or read it inside engine.gathered()")
+
+    def _refuse_load(self, *_: Any) -> None:
+        if not all(bucket.params.resident for bucket in self._buckets):
+            raise StateError("model.load_state_dict() has nowhere to put values while the parameters are sharded; call "
+                             "it inside engine.gathered()")
 
     @contextmanager
     def _step_named(self) -> Iterator[None]:
@@ -319,8 +298,10 @@ class Engine:
             self._recorder.gauge("loss_scale", value=reduction.scaler.scale)
             self._recorder.gauge("overflow", value=int(reduction.window.overflow))
         self._recorder.gauge("memory", **self._ledger.bytes())
-        if self._loss is not None:
-            self._recorder.gauge("loss", value=self._loss.item())
+        if self._losses:
+            total = sum(loss.item() for loss, _ in self._losses)
+            self._recorder.gauge("loss", value=total / (sum(weight for _, weight in self._losses) or 1.0))
+            self._losses.clear()
         self._recorder.span("step", "train", self._step_began, end, micro_batches=micro_batches, moved=moved)
         self._recorder.step += 1
         self._step_began = end
@@ -329,10 +310,6 @@ class Engine:
         if stop:
             self._recorder.flush()
             raise RunStopped(f"the run was asked to stop; it ended after step {self._recorder.step - 1}")
-
-
-def _checksum(tensor: torch.Tensor) -> int:
-    return zlib.crc32(tensor.detach().contiguous().view(-1).view(torch.uint8).cpu().clone().numpy().tobytes())
 
 
 def _describe(value: Any) -> str:

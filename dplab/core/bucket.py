@@ -7,14 +7,17 @@ Its two roles are picked once, when it is built; after that the engine speaks fi
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 from torch import nn
 
 from dplab.core import grads, params
+from dplab.core.absent import CutGradient
 from dplab.core.precision import Dtypes
+from dplab.errors import StateError
 from dplab.layout import FlatLayout
-from dplab.specs import Placement, Sharding, Strategy
+from dplab.specs import Placement, Sharding
 from dplab.telemetry.recorder import now
 from dplab.wire.collectives import Pending
 from dplab.wire.world import Mesh
@@ -28,14 +31,14 @@ class Bucket:
     `divisor`: what the owned sums are still to be divided by; 1 but for fp16 sums, which would underflow.
     """
 
-    def __init__(self, index: int, named: Sequence[tuple[str, nn.Parameter]], mesh: Mesh, strategy: Strategy) -> None:
+    def __init__(self, index: int, named: Sequence[tuple[str, nn.Parameter]], mesh: Mesh, dtypes: Dtypes) -> None:
         self.index, self.mesh = index, mesh
         self.names = [name for name, _ in named]
         self.parameters = [parameter for _, parameter in named]
         self.layout = FlatLayout.of([(name, tuple(p.shape)) for name, p in named], mesh.shard.size)
         first = self.parameters[0]
         self.device, self.trainable = first.device, first.requires_grad
-        self.dtypes = Dtypes.of(strategy, first.dtype) if first.is_floating_point() else Dtypes.as_is(first.dtype)
+        self.dtypes = dtypes
         self.params: params.Params
         self.grads: grads.Grads | None = None
         self.touched = [False] * len(named)
@@ -140,14 +143,30 @@ class Bucket:
         elif divisor != 1.0:
             self.grads.owned.div_(divisor)
         self.filled.clear()
-        if self.grads.shows_owned:
-            self.show()
-
-    def show(self) -> None:
-        """`.grad` of every parameter that moved anywhere becomes its averaged gradient."""
-        assert self.grads is not None
+        shown: Sequence[torch.Tensor] = self.grads.views if self.grads.shows_owned else self._cut
         for slot, parameter in enumerate(self.parameters):
-            parameter.grad = self.grads.views[slot] if self.moved[slot] else None
+            parameter.grad = shown[slot] if self.moved[slot] else None
+
+    def take_edits(self) -> None:
+        """What the user has done to `.grad` since the window closed. None there means that it does not move."""
+        assert self.grads is not None
+        shown: Sequence[torch.Tensor] = self.grads.views if self.grads.shows_owned else self._cut
+        for slot, parameter in enumerate(self.parameters):
+            grad = parameter.grad
+            if grad is None:
+                self.moved[slot] = False
+            elif grad is not shown[slot]:
+                if not self.grads.shows_owned:
+                    raise StateError(f"the .grad of parameter {self.names[slot]!r} was assigned after backward; under "
+                                     f"this strategy the averaged gradient lies elsewhere: change the loss or the "
+                                     f"gradients before they are reduced (parameter.register_hook), or use 'ddp'")
+                shown[slot].copy_(grad)
+                parameter.grad = shown[slot]
+                self.moved[slot] = True
+
+    @cached_property
+    def _cut(self) -> list[CutGradient]:
+        return [CutGradient.of(name, parameter) for name, parameter in zip(self.names, self.parameters, strict=True)]
 
     def hide(self) -> None:
         for parameter in self.parameters:

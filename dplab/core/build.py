@@ -12,9 +12,11 @@ from collections.abc import Sequence
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from dplab.core.bucket import Bucket
 from dplab.core.grads import BufferPool
+from dplab.core.precision import Dtypes
 from dplab.core.units import Unit
 from dplab.errors import UsageError
 from dplab.layout import bucket_cap, bucket_plan
@@ -23,9 +25,23 @@ from dplab.wire.world import Mesh
 
 Named = list[tuple[str, nn.Parameter]]
 
+WRAPPED = "_dplab_wrapped"
+"""Marks a parameter that an engine has laid out."""
+
+
 def check_model(model: nn.Module, strategy: Strategy, mesh: Mesh) -> None:
     """Refuses what cannot be trained here, by name; and ranks that do not hold the same model."""
     named = list(model.named_parameters())
+    for name, parameter in named:
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise UsageError(f"parameter {name!r} has no shape yet (a lazy module); run the model once on a sample "
+                             f"before dplab.parallelize")
+        if parameter.is_inference():
+            raise UsageError(f"parameter {name!r} was made under torch.inference_mode, where nothing can be trained; "
+                             f"make the model outside of it")
+        if hasattr(parameter, WRAPPED):
+            raise UsageError(f"parameter {name!r} is in a model that was wrapped already; wrap a model once, or build "
+                             f"it again and load engine.full_state_dict() into it")
     if not any(parameter.requires_grad and parameter.numel() for _, parameter in named):
         raise UsageError(f"model {type(model).__name__} has no trainable parameter; set requires_grad on what is to "
                          f"be trained")
@@ -80,14 +96,17 @@ def build_buckets(model: nn.Module, units: Sequence[Unit], strategy: Strategy,
     buckets launch in that order.
     """
     order = {name: place for place, (name, _) in enumerate(model.named_parameters())}
+    # kernels of normalisation take 2-byte inputs with weights in the dtype of their running statistics
+    kept = {parameter for module in model.modules() if isinstance(module, _NormBase)
+            for parameter in module.parameters(recurse=False)} if strategy.precision.param else set()
     if strategy.sharding.params is Placement.SHARDED:
-        pieces = [piece for unit in units for alike in _alike(unit.parameters)
+        pieces = [piece for unit in units for alike in _alike(unit.parameters, kept)
                   for piece in (_by_size(alike, strategy.bucket_mb) if unit.is_root else [alike[::-1]])]
     else:
-        pieces = [piece for alike in _alike(list(model.named_parameters()))
+        pieces = [piece for alike in _alike(list(model.named_parameters()), kept)
                   for piece in _by_size(alike, strategy.bucket_mb)]
     pieces.sort(key=lambda piece: -min(order[name] for name, _ in piece))
-    buckets = [Bucket(index, piece, mesh, strategy) for index, piece in enumerate(pieces)]
+    buckets = [Bucket(index, piece, mesh, _dtypes(piece[0][1], strategy, kept)) for index, piece in enumerate(pieces)]
     pools: dict[tuple[torch.dtype, torch.device], BufferPool] = {}
     if strategy.sharding.grads is Placement.SHARDED:
         for key in {(bucket.dtypes.unreduced, bucket.device) for bucket in buckets if bucket.trainable}:
@@ -96,16 +115,24 @@ def build_buckets(model: nn.Module, units: Sequence[Unit], strategy: Strategy,
     for bucket in buckets:
         for parameter in bucket.parameters:
             broadcast(parameter.detach(), mesh)
+            setattr(parameter, WRAPPED, True)
         bucket.take_roles(strategy.sharding, pools.get((bucket.dtypes.unreduced, bucket.device)))
     return buckets, list(pools.values())
 
 
-def _alike(named: Named) -> list[Named]:
+def _alike(named: Named, kept: set[nn.Parameter]) -> list[Named]:
     """Grouped by dtype, device and trainability, which a flat buffer cannot mix."""
-    groups: dict[tuple[torch.dtype, torch.device, bool], Named] = defaultdict(list)
+    groups: dict[tuple[torch.dtype, torch.device, bool, bool], Named] = defaultdict(list)
     for name, parameter in named:
-        groups[parameter.dtype, parameter.device, parameter.requires_grad].append((name, parameter))
+        key = parameter.dtype, parameter.device, parameter.requires_grad, parameter in kept
+        groups[key].append((name, parameter))
     return list(groups.values())
+
+
+def _dtypes(first: nn.Parameter, strategy: Strategy, kept: set[nn.Parameter]) -> Dtypes:
+    if first in kept or not first.is_floating_point():
+        return Dtypes.as_is(first.dtype)
+    return Dtypes.of(strategy, first.dtype)
 
 
 def _by_size(named: Named, bucket_mb: float | None) -> list[Named]:

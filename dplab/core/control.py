@@ -51,7 +51,7 @@ class Control:
     backwards: int
     model: Model
 
-    FLAGS = ("changed", "stop", "overflow", "weighted", "unweighted")
+    FLAGS = ("changed", "wrote", "stop", "overflow", "weighted", "unweighted")
 
     @classmethod
     def send(cls, world: Collectives, buckets: Sequence[Bucket], flags: dict[str, bool], backwards: int,
@@ -59,7 +59,7 @@ class Control:
         # a rank without a backward has no say in how many there were
         count = _twice(backwards.to_bytes(4, "little")) if backwards else [0] * 8
         touched = [touched for bucket in buckets for touched in bucket.touched]
-        flags = {**flags, "changed": bool(model.census.changes())}
+        flags = {**flags, "changed": bool(model.census.changes()), "wrote": model.census.wrote()}
         values = [*(flags[name] for name in cls.FLAGS), *_twice(world.counters.digest.to_bytes(4, "little")),
                   *_twice(zlib.crc32(model.census.trained()).to_bytes(4, "little")), *count, *touched,
                   *model.buffers.said()]
@@ -70,11 +70,13 @@ class Control:
         """What all ranks said; marks in every bucket the slots that moved somewhere."""
         self.pending.wait()
         values = iter(self.message.tolist())
-        changed, stop, overflow, weighted, unweighted = (bool(next(values)) for _ in self.FLAGS)
+        changed, wrote, stop, overflow, weighted, unweighted = (bool(next(values)) for _ in self.FLAGS)
         digest, trained, count = ([next(values) for _ in range(8)] for _ in range(3))
         # what all ranks have read is the same, so all of them go on to the same refusal
         if changed:
             self.model.census.refuse(self.world)
+        if wrote:
+            self.model.census.refuse_uneven_writes(self.world)
         if not _agreed(trained):
             self.model.census.refuse_disagreement(self.world)
         if not _agreed(digest):

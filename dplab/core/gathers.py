@@ -11,12 +11,13 @@ in forward and backward alike. One ahead plus the one in use: never more than tw
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from dplab.core import saved
 from dplab.core.bucket import Bucket
@@ -78,6 +79,7 @@ class Gathers:
 
     def __init__(self, units: Sequence[GatheredUnit], *, prefetch: bool, reshard: bool) -> None:
         self.units, self.prefetch, self.reshards = units, prefetch, reshard
+        self.pinned = False
         self._trace: list[GatheredUnit] = []
         self._seen: list[GatheredUnit] = []
         self._of_bucket = {bucket: unit for unit in units for bucket in unit.buckets}
@@ -100,13 +102,13 @@ class Gathers:
         """The outermost module of the unit has returned."""
         keeps = unit.unit.is_root or not self.reshards
         if not in_backward() and not (keeps and torch.is_grad_enabled()):
-            unit.reshard()
+            self._free(unit)
 
     def gradients_came(self, bucket: Bucket) -> None:
         """All gradients of the bucket have come; its unit's values have served if its others' have too."""
         unit = self._of_bucket[bucket]
         if not any(other.missing for other in unit.buckets):
-            unit.reshard()
+            self._free(unit)
 
     def backward_ended(self) -> None:
         """Frees what is left, and remembers the order for the next time."""
@@ -117,6 +119,26 @@ class Gathers:
     def release(self) -> None:
         """Frees everything: the weights are about to move."""
         for unit in self.units:
+            self._free(unit)
+
+    @contextmanager
+    def pin(self) -> Iterator[None]:
+        """Every unit is gathered inside, and stays so whatever runs there. Collective."""
+        if self.pinned:
+            yield
+            return
+        for unit in self.units:
+            unit.issue()
+            unit.complete()
+        self.pinned = True
+        try:
+            yield
+        finally:
+            self.pinned = False
+            self.release()
+
+    def _free(self, unit: GatheredUnit) -> None:
+        if not self.pinned:
             unit.reshard()
 
     def holder(self, tensor: torch.Tensor) -> tuple[GatheredUnit, Sharded] | None:
@@ -168,16 +190,27 @@ class UnitHooks:
             context.__enter__()
             entered.append(context)
 
-        def leave(_module: nn.Module, _args: Any, _output: Any) -> None:
+        def leave(_module: nn.Module, _args: Any, output: Any) -> None:
             if not entered:
                 return  # a hook before ours has raised
             entered.pop().__exit__(None, None, None)
             unit.depth -= 1
             if unit.depth == 0:
+                self._refuse_weights(unit, output)
                 self.gathers.left(unit)
 
         self.handles.append(module.register_forward_pre_hook(enter))
         self.handles.append(module.register_forward_hook(leave, always_call=True))
+
+    def _refuse_weights(self, unit: GatheredUnit, output: Any) -> None:
+        """What a unit returns outlives its weights, so it cannot be a view of one."""
+        for tensor in (output,) if isinstance(output, torch.Tensor) else tree_leaves(output):
+            held = self.gathers.holder(tensor) if isinstance(tensor, torch.Tensor) else None
+            if held is not None and held[0] is unit:
+                name = held[1].layout.slots[held[1].slot_of(tensor)].name
+                raise StateError(f"unit {unit.name!r} returned its own weight {name!r}, or a view of it, whose memory "
+                                 f"is given back after its forward; return a clone, or let units=... gather the weight "
+                                 f"with the module that uses it")
 
     def _take(self, tensor: torch.Tensor) -> SavedWeight | None:
         held = self.gathers.holder(tensor)
@@ -185,15 +218,17 @@ class UnitHooks:
 
 
 class SavedWeight(saved.Taken):
-    """A view of a gathered unit that autograd wants back: where it lay, and which version it was."""
+    """A view of a gathered unit that autograd wants back: where it lay, and which version its parameter had."""
 
     def __init__(self, gathers: Gathers, unit: GatheredUnit, role: Sharded, view: torch.Tensor) -> None:
-        self.gathers, self.unit, self.role, self.published = gathers, unit, role, role.published
+        self.gathers, self.unit, self.role = gathers, unit, role
         self.shape, self.stride, self.offset = tuple(view.shape), view.stride(), view.storage_offset()
+        self.parameter = role.parameters[role.slot_of(view)]
+        self.version = self.parameter._version
 
     def read(self) -> torch.Tensor:
-        if self.role.published != self.published:
-            raise StateError(f"backward through a forward that ran before the last engine.step(): the weights of "
-                             f"{self.unit.name!r} have moved since; run the forward again")
+        if self.parameter._version != self.version:
+            raise StateError(f"backward through a forward that ran before the last engine.step() or write: the weights "
+                             f"of {self.unit.name!r} have moved since; run the forward again")
         self.gathers.need(self.unit)
         return self.role.full.as_strided(self.shape, self.stride, self.offset)

@@ -17,6 +17,7 @@ from dplab.core import precision
 from dplab.core.gathers import in_backward
 from dplab.core.ledger import Ledger
 from dplab.core.reduction import Reduction
+from dplab.errors import StateError
 from dplab.specs import Precision
 from dplab.telemetry.recorder import now
 
@@ -41,6 +42,15 @@ def hook_parameters(reduction: Reduction) -> None:
     for place, bucket in enumerate(reduction.buckets):
         for slot, parameter in enumerate(bucket.parameters):
             hook(place, slot, parameter)
+
+
+def refuse_copies(model: nn.Module) -> None:
+    """A copy would carry these hooks, and with them the ranks' shards: copy.deepcopy and pickle are told so."""
+    def refuse(*_: Any) -> Any:
+        raise StateError(f"{type(model).__name__} is wrapped by dplab.parallelize and cannot be copied or pickled; "
+                         f"copy it before, or build it anew and load engine.full_state_dict() into it")
+
+    model.__deepcopy__ = model.__reduce_ex__ = refuse  # type: ignore[assignment, method-assign]
 
 
 class ForwardHooks:

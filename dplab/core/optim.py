@@ -191,20 +191,25 @@ def _whole_slots(places: Sequence[tuple[Bucket, int]]) -> list[Run]:
 def is_element_wise(optimizer: torch.optim.Optimizer) -> bool:
     """Whether cutting parameters leaves the result the same; found out by stepping a small matrix both ways.
 
-    Raises UsageError for an optimizer that cannot be stepped without a closure.
+    Each piece has an optimizer of its own, as each rank has: what looks at several parameters at once (a norm
+    over all gradients) shows too. Raises UsageError for an optimizer that cannot be stepped without a closure,
+    and for one that does not step the parameters of its param_groups.
     """
+    name = type(optimizer).__name__
     for group in optimizer.param_groups:
         try:
-            whole = _probe(optimizer, group, cut=False)
+            whole = _probe(optimizer, group, [(0, 512)], cut=False)
         except TypeError as error:
-            raise UsageError(f"optimizer {type(optimizer).__name__} cannot step without a closure, and engine.step() "
-                             f"has none to give ({error}); use another optimizer") from error
+            raise UsageError(f"optimizer {name} cannot step without a closure, and engine.step() has none to give "
+                             f"({error}); use another optimizer") from error
         except RuntimeError as error:
-            raise UsageError(f"optimizer {type(optimizer).__name__} cannot step a dense gradient ({error}), and "
-                             f"gradients are dense here, those of sparse embeddings too; use another optimizer"
-                             ) from error
+            raise UsageError(f"optimizer {name} cannot step a dense gradient ({error}), and gradients are dense here, "
+                             f"those of sparse embeddings too; use another optimizer") from error
+        if torch.equal(whole, _ramp(whole.device)):
+            raise UsageError(f"optimizer {name} does not move the parameters that stand in its param_groups when its "
+                             f"step() is called (it may keep a list of its own); use one that steps param_groups")
         try:
-            cut = _probe(optimizer, group, cut=True)
+            cut = _probe(optimizer, group, [(0, 128), (128, 384), (384, 512)], cut=True)
         except (RuntimeError, ValueError, TypeError, AssertionError, IndexError):
             return False  # it needs the matrix
         if not torch.allclose(whole, cut, rtol=1e-12, atol=1e-12):
@@ -212,27 +217,40 @@ def is_element_wise(optimizer: torch.optim.Optimizer) -> bool:
     return True
 
 
-def _probe(optimizer: torch.optim.Optimizer, group: dict[str, Any], *, cut: bool) -> torch.Tensor:
-    """The matrix after three steps with the group's options, stepped whole or as three flat pieces."""
-    device = group["params"][0].device if group["params"] else torch.device("cpu")
+def _ramp(device: torch.device) -> torch.Tensor:
     # float64: what may differ is the rule, not the rounding of another vector width
-    ramp = torch.linspace(-1.0, 1.0, 512, dtype=torch.float64, device=device).view(16, 32)
+    return torch.linspace(-1.0, 1.0, 512, dtype=torch.float64, device=device).view(16, 32)
+
+
+def _probe(optimizer: torch.optim.Optimizer, group: dict[str, Any], cuts: Sequence[tuple[int, int]], *,
+           cut: bool) -> torch.Tensor:
+    """The matrix after three steps with the group's options: whole, or its flat pieces by an optimizer each."""
+    device = group["params"][0].device if group["params"] else torch.device("cpu")
+    ramp = _ramp(device)
     matrix = ramp.clone()
-    cuts = ((0, 128), (128, 384), (384, 512))
-    parameters = [nn.Parameter(matrix.view(-1)[a:b]) for a, b in cuts] if cut else [nn.Parameter(matrix)]
+    for start, stop in cuts:
+        parameter = nn.Parameter(matrix.view(-1)[start:stop] if cut else matrix)
+        trial = _trial(optimizer, group, parameter)
+        for turn in range(1, 4):
+            slope = torch.cos(ramp * 7 * turn)
+            parameter.grad = slope.view(-1)[start:stop].clone() if cut else slope
+            type(optimizer).step(trial)
+    return matrix
+
+
+def _trial(optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: nn.Parameter) -> torch.optim.Optimizer:
+    """A copy of the optimizer, with the group's options, for one parameter."""
     trial = copy.copy(optimizer)
     trial.__dict__ = {**optimizer.__dict__, "state": defaultdict(dict)}
-    trial.param_groups = [{**{key: _own(value) for key, value in group.items() if key != "params"},
-                           "params": parameters}]
+    options = {key: _own(value) for key, value in group.items() if key != "params"}
+    if "lr" in options and not float(options["lr"]):
+        # a warm-up starts at 0, where nothing would move
+        options["lr"] = options["lr"] + 1e-3
+    trial.param_groups = [{**options, "params": [parameter]}]
     for first in group["params"][:1]:
         if first in optimizer.state:
-            trial.state |= {p: _fresh_state(optimizer.state[first], first, p) for p in parameters}
-    for turn in range(1, 4):
-        slope = torch.cos(ramp * 7 * turn)
-        for parameter, grad in zip(parameters, [slope.view(-1)[a:b] for a, b in cuts] if cut else [slope], strict=True):
-            parameter.grad = grad
-        type(optimizer).step(trial)
-    return matrix
+            trial.state |= {parameter: _fresh_state(optimizer.state[first], first, parameter)}
+    return trial
 
 
 def _own(value: Any) -> Any:

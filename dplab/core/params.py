@@ -7,22 +7,41 @@ Replicated parameters are the resident role along a shard axis of one rank, whos
 
 from __future__ import annotations
 
+import bisect
+import functools
 from collections.abc import Sequence
 
 import torch
 from torch import nn
 
+from dplab.core import absent
 from dplab.core.precision import Dtypes
+from dplab.errors import StateError
 from dplab.layout import FlatLayout
 from dplab.wire.collectives import DONE, Collectives, Pending
 
 
 class _Stepped:
-    """What the optimizer steps: the owned part, or its master copy in a wider dtype."""
+    """What the optimizer steps: the owned part, or its master copy in a wider dtype.
 
+    Every write of ours is followed by `settle()`; a version that has moved since is a write of somebody else's.
+    """
+
+    parameters: Sequence[nn.Parameter]
+    layout: FlatLayout
     owned: torch.Tensor
     master: torch.Tensor | None
     """shard length, fp32, lives as long as the engine; None where the owned part is stepped itself"""
+    _settled: list[int]
+
+    def settle(self) -> None:
+        """The values are ours as they are now."""
+        self._settled = [parameter._version for parameter in self.parameters]
+
+    def _touched(self) -> list[int]:
+        """Slots that somebody has written to since."""
+        return [slot for slot, (parameter, version) in enumerate(zip(self.parameters, self._settled, strict=True))
+                if parameter._version != version]
 
     @property
     def stepped(self) -> torch.Tensor:
@@ -41,22 +60,28 @@ class _Stepped:
         """Where somebody wrote to the owned part, the master takes that value; elsewhere it keeps its digits."""
         if self.master is not None:
             written = self.owned != self.master.to(self.owned.dtype)
-            self.master[written] = self.owned[written].to(self.master.dtype)
+            if written.any():
+                self.master[written] = self.owned[written].to(self.master.dtype)
 
 
 class Resident(_Stepped):
     """The full values, always: one flat buffer of which the module's parameters are views for good."""
 
+    resident = True
+
     def __init__(self, layout: FlatLayout, parameters: Sequence[nn.Parameter], axis: Collectives,
                  dtypes: Dtypes) -> None:
-        self.parameters, self.axis = parameters, axis
+        self.parameters, self.axis, self.layout = parameters, axis, layout
         exact = _flattened(layout, parameters)
         # full length, the computing dtype, lives as long as the engine
         self.flat = exact.to(dtypes.param)
         self.owned = axis.segment(self.flat)
         self.master = _master(axis.segment(exact), dtypes)
-        for slot, parameter in zip(layout.slots, parameters, strict=True):
-            parameter.data = self.flat[slot.start:slot.stop].view(slot.shape)
+        self._views = _cut(self.flat, layout)
+        self._addresses = [view.data_ptr() for view in self._views]
+        for view, parameter in zip(self._views, parameters, strict=True):
+            parameter.data = view
+        self.settle()
 
     @property
     def held_bytes(self) -> int:
@@ -69,6 +94,7 @@ class Resident(_Stepped):
     def publish(self, bucket: int) -> Pending:
         """All-gathers what each rank has updated; the module's parameters change when the pending is waited."""
         torch.autograd.graph.increment_version(self.parameters)
+        self.settle()
         return self.axis.all_gather(self.flat, bucket=bucket)
 
     def unshard(self, bucket: int) -> Pending:
@@ -78,8 +104,20 @@ class Resident(_Stepped):
         pass
 
     def take_back(self) -> None:
-        """Somebody wrote to the full values."""
+        """The full values were written to, and are the same on all ranks again."""
         self.refresh_master()
+        self.settle()
+
+    def replaced(self) -> list[str]:
+        """Names of parameters that are no views of the flat buffer any more."""
+        return [slot.name for slot, parameter, address in zip(self.layout.slots, self.parameters, self._addresses,
+                                                              strict=True) if parameter.data_ptr() != address]
+
+    def written(self) -> dict[str, int]:
+        """Parameters that somebody has written to since the last look, with a checksum of their values."""
+        found = {self.layout.slots[slot].name: checksum(self.parameters[slot]) for slot in self._touched()}
+        self.settle()
+        return found
 
 
 class Sharded(_Stepped):
@@ -87,28 +125,33 @@ class Sharded(_Stepped):
 
     The full buffer is one storage for the life of the engine, emptied by resizing it to 0 and refilled in
     place: autograd holds views of it (a linear layer saves its weight transposed), and those must find the
-    values again. While the storage is empty the parameters show a stride-0 NaN (a zero where it is an
-    integer) of the right shape instead, so that using one outside its unit never reads memory that is not ours.
+    values again. While the storage is empty the parameters show a stride-0 NaN (a zero where it is an integer)
+    of the right shape, and are of a class that refuses to be read.
     """
 
     def __init__(self, layout: FlatLayout, parameters: Sequence[nn.Parameter], axis: Collectives,
                  dtypes: Dtypes) -> None:
-        self.parameters, self.axis = parameters, axis
-        self._layout = layout
+        self.parameters, self.axis, self.layout = parameters, axis, layout
         exact = _flattened(layout, parameters)
         self.full = exact.to(dtypes.param)
         self.master = _master(axis.segment(exact), dtypes)
         self._full_bytes = _nbytes(self.full)
         # shard length, lives as long as the engine: the only lasting copy
         self.owned = axis.segment(self.full).clone()
-        absent = float("nan") if dtypes.param.is_floating_point or dtypes.param.is_complex else 0
-        nothing = torch.full((), absent, dtype=self.full.dtype, device=self.full.device)
-        self._views = self._cut(self.full)
+        value = float("nan") if dtypes.param.is_floating_point or dtypes.param.is_complex else 0
+        nothing = torch.full((), value, dtype=self.full.dtype, device=self.full.device)
+        self._views = _cut(self.full, layout)
         self._absent = [nothing.expand(slot.shape) for slot in layout.slots]
-        self.published = 0
+        self._classes = [(type(parameter), absent.absent(type(parameter))) for parameter in parameters]
+        for slot, parameter in zip(layout.slots, parameters, strict=True):
+            absent.mark(parameter, functools.partial(_outside, slot.name, axis.rank))
+        self._wrote: dict[str, int] = {}
         self._pending: Pending | None = None
-        self.resident = True
-        self.reshard()
+        self.resident = False
+        for parameter, view in zip(parameters, self._views, strict=True):
+            parameter.data = view
+        self.settle()
+        self._hide()
 
     @property
     def held_bytes(self) -> int:
@@ -123,11 +166,15 @@ class Sharded(_Stepped):
         """Address of the full storage: tells whether a tensor is a view of it. 0 while it is empty."""
         return self.full.untyped_storage().data_ptr() if self.resident else 0
 
+    def slot_of(self, view: torch.Tensor) -> int:
+        """The slot in which a view of the full buffer begins."""
+        return bisect.bisect_right(self.layout.slots, int(view.storage_offset()), key=lambda slot: slot.start) - 1
+
     def publish(self, bucket: int) -> Pending:
         """Nothing travels: the next unshard brings the new values. What was gathered must have been let go of."""
         assert not self.resident
-        self.published += 1
         torch.autograd.graph.increment_version(self.parameters)
+        self.settle()
         return DONE
 
     def unshard(self, bucket: int) -> Pending:
@@ -137,7 +184,7 @@ class Sharded(_Stepped):
             # rightly takes the refilled values for the ones it saved
             self.full.untyped_storage().resize_(self._full_bytes)
             self.axis.segment(self.full).copy_(self.owned)
-            self._show(self._views)
+            self._show()
             self.resident = True
             self._pending = self.axis.all_gather(self.full, bucket=bucket)
         return self._pending or DONE
@@ -147,28 +194,83 @@ class Sharded(_Stepped):
             if self._pending is not None:
                 self._pending.wait()
                 self._pending = None
-            self._show(self._absent)
-            self.resident = False
-            if not self.full.untyped_storage().resizable():
-                # somebody looked at it through numpy, which pins it: it is theirs now, ours is a new one
-                self.full = torch.empty_like(self.full)
-                self._views = self._cut(self.full)
-            self.full.untyped_storage().resize_(0)
+            if touched := self._touched():
+                self._wrote |= {self.layout.slots[slot].name: checksum(self.parameters[slot]) for slot in touched}
+                self.take_back()
+            self._refuse_replaced(self._views)
+            self._hide()
 
     def take_back(self) -> None:
         """Copies the owned slice of the full values into the shard, after somebody wrote to them."""
         self.owned.copy_(self.axis.segment(self.full))
         self.refresh_master()
+        self.settle()
 
-    def _cut(self, full: torch.Tensor) -> list[torch.Tensor]:
-        return [full[slot.start:slot.stop].view(slot.shape) for slot in self._layout.slots]
+    def replaced(self) -> list[str]:
+        """Names of parameters that show neither the gathered values nor their absence any more."""
+        shown = self._views if self.resident else self._absent
+        return [slot.name for slot, parameter, tensor in zip(self.layout.slots, self.parameters, shown, strict=True)
+                if parameter.data_ptr() != tensor.data_ptr()]
 
-    def _show(self, tensors: Sequence[torch.Tensor]) -> None:
-        for parameter, tensor in zip(self.parameters, tensors, strict=True):
-            parameter.data = tensor
+    def written(self) -> dict[str, int]:
+        """Parameters that somebody wrote to while they were gathered, with a checksum of their values."""
+        if self.resident and (touched := self._touched()):
+            self._wrote |= {self.layout.slots[slot].name: checksum(self.parameters[slot]) for slot in touched}
+            self.take_back()
+        found, self._wrote = self._wrote, {}
+        return found
+
+    def _show(self) -> None:
+        """The parameters become views of the full buffer."""
+        for parameter, (present, _) in zip(self.parameters, self._classes, strict=True):
+            parameter.__class__ = present
+        self._refuse_replaced(self._absent)
+        for slot in self._touched():
+            raise StateError(f"parameter {self.layout.slots[slot].name!r} was written to while only its share was on "
+                             f"rank {self.axis.rank}; write to it inside engine.gathered()")
+        for parameter, view in zip(self.parameters, self._views, strict=True):
+            parameter.data = view
+
+    def _hide(self) -> None:
+        """The parameters refuse to be read, and the memory of their full values is given back."""
+        for parameter, nothing, (_, away) in zip(self.parameters, self._absent, self._classes, strict=True):
+            parameter.data = nothing
+            parameter.__class__ = away
+        self.resident = False
+        if not self.full.untyped_storage().resizable():
+            # somebody looked at it through numpy, which pins it: it is theirs now, ours is a new one
+            self.full = torch.empty_like(self.full)
+            self._views = _cut(self.full, self.layout)
+        self.full.untyped_storage().resize_(0)
+
+    def _refuse_replaced(self, shown: Sequence[torch.Tensor]) -> None:
+        for slot, parameter, tensor in zip(self.layout.slots, self.parameters, shown, strict=True):
+            if parameter.data_ptr() != tensor.data_ptr():
+                raise StateError(f"parameter {slot.name!r} {REPLACED}, on rank {self.axis.rank}; make the model what "
+                                 f"it shall be before dplab.parallelize, or write to it inside engine.gathered()")
 
 
 Params = Resident | Sharded
+
+
+REPLACED = "was given other memory after the model was wrapped (by model.to(...), model.float() or `.data = ...`)"
+
+
+def checksum(tensor: torch.Tensor) -> int:
+    """Sum of the elements' bits: equal for equal values, at the speed of memory."""
+    plain = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    words = {8: torch.int64, 4: torch.int32, 2: torch.int16}.get(tensor.element_size(), torch.uint8)
+    return int(plain.view(words).sum(dtype=torch.int64)) if plain.numel() else 0
+
+
+def _outside(name: str, rank: int) -> str:
+    return (f"parameter {name!r} is used outside its unit, where rank {rank} holds only its share of it; use it inside "
+            f"the forward of the module that holds it, let parallelize(units=...) gather both together, or read it "
+            f"inside engine.gathered()")
+
+
+def _cut(full: torch.Tensor, layout: FlatLayout) -> list[torch.Tensor]:
+    return [full[slot.start:slot.stop].view(slot.shape) for slot in layout.slots]
 
 
 def _flattened(layout: FlatLayout, parameters: Sequence[nn.Parameter]) -> torch.Tensor:

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from dplab.specs import Precision, Strategy
 
@@ -39,7 +40,7 @@ class Dtypes:
 
     @classmethod
     def as_is(cls, model: torch.dtype) -> Dtypes:
-        """For what is no floating point and only ever frozen."""
+        """For what stays in the model's own dtype: integers, which are only ever frozen, and weights of BatchNorm."""
         return cls(model, model, model, None)
 
 
@@ -48,6 +49,18 @@ def autocast(precision: Precision, device: torch.device) -> AbstractContextManag
     if precision.autocast is None:
         return nullcontext()
     return torch.autocast(device.type, TORCH[precision.autocast])
+
+
+def explain_mismatch(error: RuntimeError, precision: Precision, model: nn.Module) -> None:
+    """Adds to torch's complaint of dtypes that do not match which buffers the precision has not cast."""
+    if precision.param is None or "type" not in str(error):
+        return
+    wide = [f"{name!r} ({str(buffer.dtype).removeprefix('torch.')})" for name, buffer in model.named_buffers()
+            if buffer.is_floating_point() and buffer.dtype != TORCH[precision.param]]
+    if wide:
+        error.add_note(f"under this precision weights and inputs are {precision.param}, and these buffers are not: "
+                       f"{', '.join(wide[:4])}; cast what forward computes from them, or choose "
+                       f"'amp-{precision.param}'")
 
 
 def scales_loss(precision: Precision) -> bool:

@@ -69,8 +69,8 @@ def _by_structure(model: nn.Module) -> set[str]:
         for name, child in module.named_children():
             inner = f"{path}.{name}" if path else name
             listed = isinstance(module, nn.ModuleList | nn.Sequential)
-            # a module without a forward of its own (a ModuleList) is never called, so it cannot gather
-            callable_ = not isinstance(child, nn.ModuleList | nn.ModuleDict)
+            # a module without a forward of its own (a ModuleList, a ParameterDict) is never called: it cannot gather
+            callable_ = type(child).forward is not nn.Module.forward
             if listed and callable_ and next(child.parameters(), None) is not None:
                 paths.add(inner)
             else:

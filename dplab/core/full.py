@@ -1,0 +1,89 @@
+"""The full values of a model that is laid out in buckets: to read, to write, to export, to compare between ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from dplab.core import build
+from dplab.core.bucket import Bucket
+from dplab.core.gathers import Gathers
+from dplab.core.params import checksum
+from dplab.errors import StateError, UsageError
+from dplab.wire.world import Mesh
+
+
+class Full:
+    """Everything here is collective. `gathers` is None where the parameters are never sharded."""
+
+    def __init__(self, model: nn.Module, buckets: Sequence[Bucket], gathers: Gathers | None, mesh: Mesh) -> None:
+        self.model, self.buckets, self.gathers, self.mesh = model, buckets, gathers, mesh
+        self._slots = {name: (bucket, slot) for bucket in buckets for slot, name in enumerate(bucket.names)}
+        self.writable = False
+
+    @contextmanager
+    def read(self) -> Iterator[None]:
+        """Full parameters inside, to be read."""
+        if self.gathers is None:
+            yield
+        else:
+            with self.gathers.pin():
+                yield
+
+    @contextmanager
+    def write(self) -> Iterator[None]:
+        """Full parameters inside, readable and writable; afterwards rank 0's values are everybody's."""
+        if self.writable:
+            raise StateError("engine.gathered() was entered inside engine.gathered(); the parameters are there already")
+        with self.read():
+            self.writable = True
+            try:
+                yield
+            finally:
+                self.writable = False
+                for bucket in self.buckets:
+                    for parameter in bucket.parameters:
+                        build.broadcast(parameter.detach(), self.mesh)
+                    torch.autograd.graph.increment_version(bucket.parameters)
+                    bucket.params.take_back()
+
+    def refuse_inside(self, what: str) -> None:
+        """Raises StateError for what would move the weights while somebody may be writing to them."""
+        if self.writable:
+            raise StateError(f"{what} was called inside engine.gathered(); leave its `with` block first")
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """The plain model's state_dict on the CPU; a master copy's values rather than their rounding."""
+        with self.read():
+            state = {name: value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
+                     for name, value in self.model.state_dict().items()}
+        exact: dict[nn.Parameter, torch.Tensor] = {}
+        for bucket in self.buckets:
+            bucket.params.refresh_master()
+            if bucket.params.master is not None:
+                exact |= zip(bucket.parameters, [t.cpu() for t in bucket.whole(bucket.params.master)], strict=True)
+        for name, parameter in self.model.named_parameters(remove_duplicate=False):
+            if parameter in exact and name in state:
+                state[name] = exact[parameter].clone()
+        return state
+
+    def grad(self, name: str) -> torch.Tensor | None:
+        """The averaged gradient of a parameter once the window is closed; None where no rank has one."""
+        if name not in self._slots:
+            raise UsageError(f"parameter {name!r} is not in the model; names are as in model.named_parameters()")
+        bucket, slot = self._slots[name]
+        return bucket.full_grad(slot) if bucket.trainable else None
+
+    def check_agreement(self) -> None:
+        """Raises StateError, naming parameter and ranks, where copies of a parameter differ between ranks."""
+        with self.read():
+            mine = {name: checksum(p) for name, p in self.model.named_parameters()}
+        every = self.mesh.world.gather_objects(mine)
+        for name in mine:
+            odd = [rank for rank, theirs in enumerate(every) if theirs[name] != every[0][name]]
+            if odd:
+                raise StateError(f"parameter {name!r} differs between rank 0 and ranks {odd}; something wrote to it "
+                                 f"outside engine.gathered()")
