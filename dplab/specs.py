@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import enum
 import itertools
+import re
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, get_args
 
@@ -209,12 +210,18 @@ class Strategy:
         if isinstance(text, Strategy):
             return text
         if not isinstance(text, str):
-            raise UsageError(f"strategy {text!r} is a {type(text).__name__}; give a name such as 'zero2', "
+            shown = f"{text!r} " if isinstance(text, int | float | None) else ""      # not a whole model's text
+            raise UsageError(f"strategy {shown}is a {type(text).__name__}; give a name such as 'zero2', "
                              f"or a dplab.Strategy")
         head, *tokens = text.split("+")
         values: dict[str, Any] = {"sharding": _lookup("strategy", head, SHARDINGS)}
+        given: dict[str, str] = {}
         for token in tokens:
-            values.update(cls._parse_token(token, text))
+            for name, value in cls._parse_token(token, text).items():
+                if name in given:
+                    raise UsageError(f"strategy {text!r} gives {name} twice, by {given[name]!r} and by {token!r}; "
+                                     f"leave one out")
+                values[name], given[name] = value, token
         return cls.from_dict(values)
 
     @staticmethod
@@ -224,7 +231,7 @@ class Strategy:
             return {"precision": PRECISIONS[token]}
         if token == "recompute":
             return {"recompute": "full"}
-        if token.startswith("accum") and token[5:].isdigit():
+        if re.fullmatch(r"accum[0-9]{1,9}", token):
             return {"accumulate": int(token[5:])}
         if equals and name in _TOKEN_PARSERS:
             try:
@@ -271,6 +278,8 @@ class RunSpec:
     def __post_init__(self) -> None:
         _check("world_size", self.world_size, _is_int(self.world_size) and self.world_size >= 1,
                "an integer >= 1", what="launch")
+        for name in ("strategy", "backend", "label"):
+            _check(name, getattr(self, name), isinstance(getattr(self, name), str | None), "a string", what="launch")
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""

@@ -44,12 +44,26 @@ def test_the_one_line_form_of_the_contract() -> None:
     ("zero2+bucket_mb=-1", "Strategy(bucket_mb=-1.0) is not allowed; bucket_mb is a number of MiB above 0, or None"),
     ("zero2+accum0", "Strategy(accumulate=0) is not allowed; accumulate is an integer >= 1"),
     ("zero2+prefetch=maybe", "'maybe' is not a value for prefetch"),
+    ("zero2+accum2+accum3", "strategy 'zero2+accum2+accum3' gives accumulate twice, by 'accum2' and by 'accum3'"),
+    ("zero2+bf16+fp16", "gives precision twice, by 'bf16' and by 'fp16'; leave one out"),
+    ("zero2+bf16+precision=bf16:bf16:fp32:fp32:-", "gives precision twice, by 'bf16' and by 'precision=bf16:"),
+    ("zero3+prefetch=true+prefetch=true", "gives prefetch twice"),
+    ("zero3+recompute+recompute", "gives recompute twice, by 'recompute' and by 'recompute'"),
+    ("zero2+accum²", "'accum²' is not known"),
+    ("zero2+accum" + "9" * 5000, "is not known; after the name may stand"),
     ("zero2+accumulate_mode=daily", "accumulate_mode is one of window, micro_batch, or None"),
 ])
 def test_what_is_no_strategy_is_refused(text: str, message: str) -> None:
     with pytest.raises(UsageError) as caught:
         Strategy.parse(text)
     assert message in str(caught.value)
+
+
+def test_a_strategy_of_another_type_is_named_by_its_type() -> None:
+    with pytest.raises(UsageError, match=r"^strategy is a dict; give a name such as 'zero2', or a dplab\.Strategy$"):
+        Strategy.parse({"a": "b" * 1000})  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"^strategy 3 is a int; give a name"):
+        Strategy.parse(3)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("fields", "message"), [
