@@ -23,6 +23,10 @@ class RunError(DplabError, RuntimeError):
     """A run cannot be read, reached or controlled."""
 
 
+class RunFailed(RunError):
+    """A run did not come to its end, and no single rank is why; the command line exits with 1."""
+
+
 class WireError(DplabError, RuntimeError):
     """A collective failed, timed out or met a different one on another rank."""
 

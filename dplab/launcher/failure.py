@@ -5,23 +5,21 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from dplab.errors import DplabError, RankFailed, RunError
-from dplab.telemetry.rundir import RunDirectory, read_json
+from dplab.errors import DplabError, RankFailed, RunError, RunFailed
+from dplab.telemetry.files import damaged, read_json
+from dplab.telemetry.rundir import DAMAGED, RunDirectory
 from dplab.telemetry.state import read_state
 
 _TAIL_LINES = 20
 
 
 def failure_of(directory: RunDirectory) -> DplabError:
-    """The error of a failed run: RankFailed where a rank failed, RunError where the run itself did."""
+    """The error of a failed run: RankFailed where a rank failed, RunFailed where the run itself did."""
     ended = directory.exit()
-    if ended is None:
-        return RunError(f"run {directory.path} failed: {directory.vanished()}; "
-                        f"its logs and events so far are in that directory")
+    if ended is None or ended["first"] is None:
+        return RunFailed(f"run {directory.path} failed: {_own_reason(directory)}")
     rank = ended["first"]
-    if rank is None:
-        return RunError(f"run {directory.path} failed: {ended['reason']}")
-    error = read_json(directory.rank(rank) / "error.json")
+    error = _error_of(directory, rank)
     end = next(found for found in ended["ranks"] if found["rank"] == rank)
     size = len(ended["ranks"])
     if error is not None:
@@ -39,11 +37,41 @@ def failure_of(directory: RunDirectory) -> DplabError:
 
 
 def headline(directory: RunDirectory) -> str | None:
-    """One line on why the run did not finish; None for one that did or still may."""
-    if directory.state() == "failed":
-        return str(failure_of(directory)).partition("\n")[0]
+    """One line on why the run failed or cannot be read; None for one that did not or still may."""
+    state = directory.state()
+    if state == DAMAGED:
+        return directory.damage()
+    if state != "failed":
+        return None
+    try:
+        error = failure_of(directory)
+    except RunError as unreadable:
+        return str(unreadable)
+    return _own_reason(directory) if isinstance(error, RunFailed) else str(error).partition("\n")[0]
+
+
+def stop_reason(directory: RunDirectory) -> str | None:
+    """One line on why and how the run was stopped; None for one that was not."""
+    if directory.state() != "stopped":
+        return None
+    reason = (directory.exit() or {}).get("reason")
+    return None if reason is None else str(reason)
+
+
+def _own_reason(directory: RunDirectory) -> str:
     ended = directory.exit()
-    return None if ended is None else ended["reason"]
+    if ended is None:
+        return f"{directory.vanished()}; its logs and events so far are in that directory"
+    return str(ended["reason"])
+
+
+def _error_of(directory: RunDirectory, rank: int) -> dict[str, Any] | None:
+    """A rank's error.json, None where it left none."""
+    path = directory.rank(rank) / "error.json"
+    error = read_json(path)
+    if error is None or (isinstance(error, dict) and {"step", "type", "message", "traceback"} <= set(error)):
+        return error
+    raise damaged(path, "it tells no error")
 
 
 def _how(end: dict[str, Any]) -> str:
@@ -55,12 +83,18 @@ def _how(end: dict[str, Any]) -> str:
 
 
 def _standing(directory: RunDirectory, rank: int) -> str:
-    state = read_state(directory.rank(rank) / "state")
+    try:
+        state = read_state(directory.rank(rank) / "state")
+    except RunError:      # the page only says where; what happened must still be told
+        return "a place that its damaged state page does not tell"
     return "its start, before it recorded anything" if state is None else str(state)
 
 
 def _peer(directory: RunDirectory, rank: int) -> str:
-    error = read_json(directory.rank(rank) / "error.json")
+    try:
+        error = _error_of(directory, rank)
+    except RunError:      # of a peer: it must not hide the first cause
+        return f"  rank {rank}: its error.json is damaged"
     if error is None:
         return f"  rank {rank}: stopped at {_standing(directory, rank)}"
     lines = str(error["message"]).splitlines() or [""]
@@ -68,7 +102,7 @@ def _peer(directory: RunDirectory, rank: int) -> str:
 
 
 def _tail(path: Path) -> str:
-    if not path.exists():
+    if not path.is_file():
         return ""
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     return "\n".join(lines[-_TAIL_LINES:])

@@ -23,10 +23,12 @@ from dplab.launcher.job import RANK_VARIABLES, Job
 from dplab.launcher.run import Run
 from dplab.launcher.starter import start_run
 from dplab.specs import RunSpec, Strategy
+from dplab.telemetry.files import write_json
 from dplab.telemetry.process import Identity
-from dplab.telemetry.rundir import RunDirectory, runs_root, write_json
+from dplab.telemetry.rundir import RunDirectory, require_folder, runs_root
 
 BACKENDS = ("gloo", "nccl")
+LABEL_LENGTH = 80
 
 
 def launch(
@@ -90,6 +92,7 @@ def _start(directory: RunDirectory, job: Job, call: bytes, warm: bool | None) ->
 def _check(function: payload.Function, world_size: int, strategy: Strategy | str | None, backend: str | None,
            detach: bool, label: str | None) -> RunSpec:
     name = payload.function_name(function)
+    _check_label(label)
     if strategy is not None:
         strategy = Strategy.parse(strategy)
         strategy.require_implemented()
@@ -105,6 +108,16 @@ def _check(function: payload.Function, world_size: int, strategy: Strategy | str
         raise UsageError(f"launch(world_size={world_size}) is not allowed; this machine has {os.cpu_count()} cores, "
                          f"and more than {most} ranks on it would only wait for each other")
     return spec
+
+
+def _check_label(label: str | None) -> None:
+    """A label is shown in one line, and may become part of a file's name."""
+    if label is None:
+        return
+    if (not isinstance(label, str) or not label.strip() or not label.isprintable() or set(label) & {"/", "\\"}
+            or len(label) > LABEL_LENGTH):
+        raise UsageError(f"launch(label={str(label)[:LABEL_LENGTH]!r}) is not allowed; a label is a string of 1 to "
+                         f"{LABEL_LENGTH} printable characters without / and \\, or None")
 
 
 def _check_env(env: Mapping[str, str] | None) -> dict[str, str]:
@@ -140,8 +153,7 @@ def _threads(threads: int | None, world_size: int, environ: Mapping[str, str]) -
 def _make_directory(root: Path, spec: RunSpec) -> RunDirectory:
     info = {"spec": spec.to_dict(), "created": time.time_ns(), "versions": _versions(), "argv": sys.argv,
             "cwd": os.getcwd(), "host": platform.node()}
-    if root.exists() and not root.is_dir():
-        raise UsageError(f"{root} is a file, runs need a folder; set DPLAB_RUNS or root to one")
+    require_folder(root)
     while True:
         # Sorts by time, also within a second; the random end keeps apart what starts in one millisecond.
         now = time.time()

@@ -7,13 +7,10 @@ module that no fresh interpreter could find (made by hand, loaded from a path) t
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import inspect
 import io
 import linecache
 import os
-import re
 import sys
 import threading
 from collections import ChainMap
@@ -25,11 +22,11 @@ from typing import Any, ClassVar
 import cloudpickle  # type: ignore[import-untyped]
 
 from dplab.errors import RunError, UsageError
+from dplab.launcher import reference
 from dplab.telemetry.rundir import RunDirectory
 
 Function = Callable[..., Any] | str
 
-_NAME = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 _BY_VALUE = threading.Lock()
 """cloudpickle's list of modules that travel by value is one for the process."""
 
@@ -48,7 +45,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 def function_name(function: Function) -> str:
     """What the run's spec says: `module:name`. UsageError where it is nothing that a rank could call."""
     if isinstance(function, str):
-        return _check_name(function)
+        return reference.check(function)
     if not callable(function):
         raise UsageError(f"launch was given {function!r} ({type(function).__name__}), which cannot be called; "
                          f"give a function, or its name as 'package.module:function'")
@@ -87,11 +84,7 @@ def load_call(directory: RunDirectory) -> tuple[Callable[..., Any], tuple[Any, .
     for name, lines in sources.items():  # so that tracebacks show the cell's own lines
         linecache.cache[name] = (sum(map(len, lines)), None, lines, name)
     if isinstance(function, str):
-        module, _, attribute = function.partition(":")
-        found: Any = importlib.import_module(module)
-        for part in attribute.split("."):
-            found = getattr(found, part)
-        function = found
+        function = reference.find(function)
     return function, args, kwargs
 
 
@@ -116,7 +109,16 @@ def save_result(path: Path, rank: int, result: Any) -> None:
 def load_result(directory: RunDirectory, rank: int) -> Any:
     """What a rank returned; None where it returned nothing. RunError unless the directory is this user's alone."""
     path = directory.rank(rank) / "result.pkl"
-    return _load(directory, path) if path.exists() else None
+    if not path.exists():
+        return None
+    try:
+        return _load(directory, path)
+    except RunError:
+        raise
+    except Exception as error:  # unpickling runs any class's own code, which may raise anything
+        told = f"{type(error).__name__}: {error}".partition("\n")[0]
+        raise RunError(f"what rank {rank} returned cannot be read from {path} ({told}); make its classes importable "
+                       f"here, or the file is damaged") from error
 
 
 def write_private(path: Path, data: bytes) -> None:
@@ -131,21 +133,6 @@ def _load(directory: RunDirectory, path: Path) -> Any:
         if os.fstat(file.fileno()).st_uid != os.geteuid():
             raise RunError(f"{path} is not loaded: it belongs to another user, and unpickling it would run their code")
         return cloudpickle.load(file)
-
-
-def _check_name(name: str) -> str:
-    if not _NAME.fullmatch(name):
-        raise UsageError(f"launch was given {name!r}, which names no function; write it as 'package.module:function'")
-    module = name.partition(":")[0]
-    try:
-        found = importlib.util.find_spec(module)
-    except (ImportError, ValueError) as error:
-        raise UsageError(f"launch was given {name!r}, but module {module!r} cannot be found ({error}); "
-                         f"it must be importable from here") from error
-    if found is None:
-        raise UsageError(f"launch was given {name!r}, but there is no module {module!r} on sys.path; "
-                         f"give a module that can be imported from here, or the function itself")
-    return name
 
 
 def _unfindable_module(function: Callable[..., Any]) -> ModuleType | None:

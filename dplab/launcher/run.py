@@ -5,17 +5,19 @@ from __future__ import annotations
 import html
 import os
 import time
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dplab.errors import RunError, UsageError
+from dplab.errors import RunError, RunFailed, UsageError
 from dplab.launcher import payload
 from dplab.launcher.compare import Comparison, compare
-from dplab.launcher.failure import failure_of, headline
+from dplab.launcher.failure import failure_of, headline, stop_reason
 from dplab.specs import RunSpec
 from dplab.telemetry.events import Event
 from dplab.telemetry.reader import RunReader
-from dplab.telemetry.rundir import ENDED, RunDirectory, require_run, runs_root
+from dplab.telemetry.rundir import DAMAGED, ENDED, STOP_SECONDS, RunDirectory, require_folder, require_run, runs_root
+from dplab.telemetry.state import read_state
 from dplab.telemetry.summary import Summary
 
 if TYPE_CHECKING:
@@ -34,7 +36,7 @@ class Run:
 
     def __init__(self, directory: RunDirectory) -> None:
         self._directory = directory
-        self._spec = directory.spec
+        self._spec: RunSpec | None = None
         self._reader: RunReader | None = None
         self._summary = Summary()
 
@@ -50,18 +52,37 @@ class Run:
 
     @property
     def spec(self) -> RunSpec:
-        """What `launch` was asked for."""
+        """What `launch` was asked for; RunError where the run's directory no longer tells."""
+        if self._spec is None:
+            self._spec = self._directory.spec
         return self._spec
 
     @property
+    def started(self) -> datetime:
+        """When it was launched, in this machine's time zone."""
+        return datetime.fromtimestamp(self._directory.info()["created"] / 1e9).astimezone()
+
+    @property
+    def step(self) -> int | None:
+        """Optimizer steps that every rank has ended, by their state pages; None before any rank stepped."""
+        pages = [read_state(self._directory.rank(rank) / "state") for rank in range(self.spec.world_size)]
+        return min((0 if page is None else page.step for page in pages), default=0) or None
+
+    @property
     def state(self) -> str:
-        """`starting`, `running`, `stopping`; at the end `finished`, `failed` or `stopped`."""
+        """`starting`, `running`, `stopping`; at the end `finished`, `failed` or `stopped`; `damaged` where its files
+        cannot be read, or were written by another version."""
         return self._directory.state()
 
     @property
     def failure(self) -> str | None:
-        """Why the run failed or was stopped, in one line; None otherwise."""
+        """Why the run failed or is damaged, in one line; None otherwise."""
         return headline(self._directory)
+
+    @property
+    def stopped_by(self) -> str | None:
+        """What stopped the run, and which ranks had to be forced, in one line; None where it was not stopped."""
+        return stop_reason(self._directory)
 
     def wait(self, timeout: float | None = None) -> list[Any]:
         """What each rank returned, in rank order, once the run has ended.
@@ -69,7 +90,8 @@ class Run:
         Of a stopped run: what there is, None for a rank that was stopped before its function returned.
         `timeout` in seconds: TimeoutError when the run is not over by then; the run goes on, as it does when
         the wait is interrupted. RankFailed: a rank failed; the message starts with the first that did, and its
-        own traceback. RunError: the run itself failed, or its results could have been written by another user.
+        own traceback. RunFailed: the run itself failed. RunError: the run is damaged, or its results could have been
+        written by another user.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         while (state := self.state) not in ENDED:
@@ -79,16 +101,26 @@ class Run:
             time.sleep(_POLL_SECONDS)
         if state == "failed":
             raise failure_of(self._directory)
+        self._require_whole(state)
         return [payload.load_result(self._directory, rank) for rank in range(self.spec.world_size)]
 
-    def request_stop(self, timeout: float = 10.0) -> None:
+    def _require_whole(self, state: str) -> None:
+        if state == DAMAGED:
+            raise RunError(self._directory.damage() or f"run {self.path} was damaged a moment ago; look at it again")
+        for end in (self._directory.exit() or {"ranks": []})["ranks"]:
+            path = self._directory.rank(end["rank"]) / "result.pkl"
+            if end["how"] == "returned" and not path.exists():
+                raise RunError(f"{path} is gone: what rank {end['rank']} returned cannot be had any more; its events "
+                               f"and logs are still read")
+
+    def request_stop(self, timeout: float = STOP_SECONDS) -> None:
         """Asks the run to stop and returns at once; what `stop` does from then on happens without this process."""
-        if timeout < 0:
+        if not isinstance(timeout, int | float) or not 0 <= timeout < float("inf"):
             raise UsageError(f"stop(timeout={timeout!r}) is not allowed; timeout is a number of seconds >= 0")
         if self.state not in ENDED:
             self._directory.request_stop(timeout)
 
-    def stop(self, timeout: float = 10.0) -> str:
+    def stop(self, timeout: float = STOP_SECONDS) -> str:
         """Ends the run and returns its state once it has ended (`stopped`, or what it came to before).
 
         Ranks that use the engine end together at the end of a step; what has not ended after `timeout` seconds
@@ -98,8 +130,8 @@ class Run:
         deadline = time.monotonic() + timeout + 2 * _END_SECONDS
         while (state := self.state) not in ENDED:
             if time.monotonic() > deadline:
-                raise RunError(f"run {self.id} is still {state} {timeout + 2 * _END_SECONDS:g} s after it was asked to "
-                               f"stop; see {self.path}/supervisor.log")
+                raise RunFailed(f"run {self.id} is still {state} {timeout + 2 * _END_SECONDS:g} s after it was asked "
+                                f"to stop; see {self.path}/supervisor.log")
             time.sleep(_POLL_SECONDS)
         return state
 
@@ -111,7 +143,7 @@ class Run:
             raise UsageError(f"logs(rank={rank!r}) is not allowed; run {self.id} has the ranks 0 to "
                              f"{self.spec.world_size - 1}")
         files = (self._directory.rank(rank) / name for name in ("stdout.log", "stderr.log"))
-        return "".join(file.read_text(encoding="utf-8", errors="replace") for file in files if file.exists())
+        return "".join(file.read_text(encoding="utf-8", errors="replace") for file in files if file.is_file())
 
     def reader(self) -> RunReader:
         """A reader of its own, from the beginning."""
@@ -152,10 +184,18 @@ class Run:
         return f"<div><b>Run {name}</b><br>{' · '.join(facts)}</div>"
 
     def _facts(self) -> list[str]:
-        spec = self.spec
+        state = self.state
+        try:
+            spec = self.spec
+        except RunError:
+            return [self.id, state, self.failure or "", str(self.path)]
         what = f"{spec.strategy or spec.function} on {spec.world_size} rank{'s' if spec.world_size > 1 else ''}"
-        facts = [self.id, spec.label, what, self.state, self._fold().line(), self.failure, str(self.path)]
-        return [fact for fact in facts if fact]
+        try:
+            figures: str | None = self._fold().line()
+        except RunError as error:
+            figures = str(error)
+        facts = [self.id, spec.label, what, state, figures, self.failure, self.stopped_by, str(self.path)]
+        return [fact for fact in dict.fromkeys(facts) if fact]
 
     def _fold(self) -> Summary:
         if self._reader is None:
@@ -171,24 +211,34 @@ def attach(path_or_id: str | os.PathLike[str]) -> Run:
     text = os.fspath(path_or_id)
     if not text:
         raise UsageError("attach was given an empty name; give a run's directory or id")
-    path = Path(text).expanduser()
-    if os.sep in text or path.exists():
+    try:
+        path = Path(text).expanduser()
+        is_path = os.sep in text or path.exists()
+    except (OSError, RuntimeError, ValueError) as error:      # too long, an unknown user's home, a NUL byte
+        raise UsageError(f"attach was given {text[:80]!r}, which is no run's directory or id ({error})") from error
+    if is_path:
         return Run(require_run(path.absolute()))
     root = runs_root()
     found = [name for name in _names(root) if name.startswith(text)]
-    if len(found) == 1:
-        return Run(require_run(root / found[0]))
-    if text in found:
-        return Run(require_run(root / text))
+    if len(found) == 1 or text in found:
+        return Run(require_run(root / (text if text in found else found[0])))
     raise RunError(f"{len(found) or 'no'} runs in {root} have an id that starts with {text!r}; "
-                   f"dplab.runs() lists them, newest first")
+                   f"`dplab runs` lists them, newest first")
 
 
 def runs(root: str | os.PathLike[str] | None = None) -> list[Run]:
-    """This user's runs, newest first; `root`: folder to look in, None: where `launch` puts them."""
+    """This user's runs, newest first, damaged ones included; `root`: folder to look in, None: where `launch` puts
+    them."""
     folder = runs_root() if root is None else Path(root)
     return [Run(RunDirectory(folder / name)) for name in sorted(_names(folder), reverse=True)]
 
 
 def _names(root: Path) -> list[str]:
-    return [path.parent.name for path in root.glob("*/run.json")]
+    require_folder(root)
+    try:
+        return [entry.name for entry in os.scandir(root) if os.path.lexists(os.path.join(entry.path, "run.json"))]
+    except FileNotFoundError:
+        return []      # nothing was launched yet
+    except OSError as error:
+        raise RunError(f"the runs in {root} cannot be listed: {error.strerror}; set DPLAB_RUNS to a folder of "
+                       f"yours") from error

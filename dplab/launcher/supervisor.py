@@ -25,8 +25,8 @@ from dplab.launcher import linux
 from dplab.launcher.job import Job
 from dplab.launcher.sampling import Sampling
 from dplab.launcher.verdict import RankEnd, decide
+from dplab.telemetry.files import read_json, release, write_json, write_reserved
 from dplab.telemetry.process import Identity
-from dplab.telemetry.rundir import read_json, release, write_json, write_reserved
 
 TICK_SECONDS = 0.1
 SETTLE_SECONDS = 1.0
@@ -76,7 +76,7 @@ class Supervisor:
             self._end_what_is_due()
             sampling.sample_if_due()
         _kill_descendants()
-        verdict = decide(self._ends, stop_requested=self._stop_requested, reason=self._reason)
+        verdict = decide(self._ends, stop_requested=self._stop_requested, reason=self._why())
         self._finish({**verdict, "notes": sampling.notes})
 
     def fail(self, reason: str) -> None:
@@ -84,7 +84,18 @@ class Supervisor:
         _kill_descendants()
         self._finish({"state": "failed", "first": None, "collateral": [], "reason": reason, "ranks": [], "notes": []})
 
+    def _why(self) -> str | None:
+        """What stopped the run, and whom that did not reach: a program hears a stop only where it steps."""
+        forced = sorted(end.rank for end in self._ends if end.forced)
+        if self._reason is None or not forced or not self._stop_grace:
+            return self._reason
+        ranks = f"rank{'s' * (len(forced) > 1)} {', '.join(map(str, forced))}"
+        return (f"{self._reason}; {ranks} did not end within {self._stop_grace:g} s and had to be ended by a signal, "
+                f"without a result (a program hears the wish to stop in engine.step())")
+
     def _finish(self, values: dict[str, Any]) -> None:
+        if not self._job.run.path.is_dir():
+            return
         (self._job.run.path / "call.pkl").unlink(missing_ok=True)
         for rank in range(self._job.world_size):
             release(self._job.rank_directory(rank) / "error.json")
@@ -130,9 +141,11 @@ class Supervisor:
             number = next(number for number in self._signals if number != signal.SIGCHLD)
             self._stop(f"the supervisor received {signal.Signals(number).name}", 0.0)
         self._signals.clear()
-        request = self._job.run.stop_request()
-        if request is not None:
-            self._stop("stop was asked for", float(request["grace"]))
+        grace = self._job.run.stop_request()
+        if grace is not None:
+            self._stop("stop was asked for", grace)
+        if not self._job.run.path.is_dir():      # nobody could look at the run any more, or stop it
+            self._stop("the run's directory was removed", 0.0)
         if self._job.launcher is not None and not self._job.launcher.lives():
             self._stop("the launching process ended (detach=False)", 0.0)
 
@@ -181,7 +194,10 @@ def fork_rank(job: Job, rank: int) -> int:
     supervisor = os.getpid()
     pid = os.fork()
     if pid == 0:
-        worker.main(job, rank, supervisor, forked=True)
+        try:
+            worker.main(job, rank, supervisor, forked=True)
+        finally:
+            os._exit(1)      # a rank never comes back from there; should it, none of the supervisor's code is its own
     return pid
 
 
@@ -224,9 +240,10 @@ def main(job: Job, start_rank: StartRank) -> NoReturn:
         except OSError as error:  # a full disk, no process to be had
             traceback.print_exc()
             supervisor.fail(f"its supervisor could not go on: {error}; free what is short there and launch again")
-        except BaseException:
+        except BaseException as error:
             traceback.print_exc()
-            supervisor.fail("the supervisor failed:\n" + traceback.format_exc())
+            supervisor.fail(f"the supervisor failed ({type(error).__name__}: {error}); supervisor.log in the run's "
+                            f"directory holds its traceback")
     except BaseException:  # no exit.json could be written: readers find the supervisor vanished
         traceback.print_exc()
     finally:

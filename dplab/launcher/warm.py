@@ -20,7 +20,7 @@ from typing import Any
 
 from dplab.launcher import linux, supervisor
 from dplab.launcher.job import Job
-from dplab.telemetry.rundir import write_reserved
+from dplab.telemetry.files import write_reserved
 
 IDLE_SECONDS = 600.0
 

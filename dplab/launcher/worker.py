@@ -26,7 +26,7 @@ from dplab.launcher import linux, payload
 from dplab.launcher.job import Job
 from dplab.telemetry import recorder
 from dplab.telemetry.file_recorder import FileRecorder
-from dplab.telemetry.rundir import write_reserved
+from dplab.telemetry.files import write_reserved
 
 _WIRE_WORDS = ("gloo", "nccl", "connection closed by peer", "connection reset", "broken pipe", "tcpstore")
 """How torch's own errors of a lost peer read; they have no common type."""
@@ -46,11 +46,27 @@ def main(job: Job, rank: int, supervisor: int, *, forked: bool) -> NoReturn:
         _redirect(job.rank_directory(rank))
         status = _report(job, rank, forked)
     except BaseException:  # the last resort of a rank that could not even report; stderr.log keeps it
-        traceback.print_exc()
+        _tell(traceback.format_exc())
     finally:
-        with contextlib.suppress(OSError, ValueError):  # a full disk, a stream the program closed
-            sys.stdout.flush()
+        _leave(status)
+
+
+def _leave(status: int) -> NoReturn:
+    """Ends the process. Whatever the program did to its streams, and whatever signal comes now, `os._exit` is reached:
+    a rank that unwound further would run the code of the supervisor it was forked from."""
+    try:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
+            with contextlib.suppress(Exception):  # a full disk; a stream that the program closed, replaced, set to None
+                stream.flush()  # type: ignore[union-attr]
+    finally:
         os._exit(status)
+
+
+def _tell(text: str) -> None:
+    """To stderr.log, also where the program replaced or closed its sys.stderr."""
+    with contextlib.suppress(OSError):  # a full disk
+        os.write(2, text.encode(errors="backslashreplace"))
 
 
 def _report(job: Job, rank: int, forked: bool) -> int:
@@ -60,6 +76,7 @@ def _report(job: Job, rank: int, forked: bool) -> int:
         _work(job, rank)
         return 0
     except Terminated:
+        _tell(f"dplab: rank {rank} was told to end (SIGTERM) in step {recorder.current().step}\n")
         with contextlib.suppress(Exception):  # full disk or not, the end comes now
             recorder.current().flush()
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -68,7 +85,7 @@ def _report(job: Job, rank: int, forked: bool) -> int:
     except BaseException as error:
         now = time.monotonic_ns()
         write_reserved(job.rank_directory(rank) / "error.json", _describe(error, rank, now))
-        traceback.print_exc()
+        _tell(traceback.format_exc())
         with contextlib.suppress(Exception):  # the reason stands already; a full disk must not replace it
             recorder.current().flush()
         code = error.code if isinstance(error, SystemExit) else 1
@@ -145,6 +162,7 @@ def _redirect(directory: Path) -> None:
     sys.stdin = open(0, closefd=False)  # noqa: SIM115 (the streams live as long as the process)
     sys.stdout = open(1, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
+    vars(sys).update(__stdin__=sys.stdin, __stdout__=sys.stdout, __stderr__=sys.stderr)
     faulthandler.enable(sys.stderr)
 
 

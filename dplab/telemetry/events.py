@@ -17,8 +17,9 @@ Kinds and what their `attrs` hold (bytes and ns are integers):
 | gauge | memory | bytes by category (see CATEGORIES) |
 | gauge | utilization | `cpu` (percent of one core), `gpu`, `gpu_memory`, `power` ...; a name that cannot be measured here is absent |
 | gauge | process | `private` and `resident` bytes of the process; like utilization sampled by the supervisor |
-| gauge | loss | `value` |
+| gauge | loss | `value`: this rank's mean over the backwards of the window; a run's loss is the mean over ranks |
 | gauge | any other | whatever the program recorded |
+| pause | any | -; the program waited and did not train: steps are counted without it |
 | log | any | `text` |
 """
 

@@ -21,6 +21,10 @@ EVENT_FILES = ("events.jsonl", "utilization.jsonl")
 """Event files of a rank: its own, and what the supervisor sampled about it."""
 
 
+_HEADER = ("schema", "monotonic", "wall")
+"""Whole numbers that every header holds."""
+
+
 class EventCursor:
     """Reads one event file from where it last stopped."""
 
@@ -38,8 +42,10 @@ class EventCursor:
             with open(self.path, "rb") as file:
                 file.seek(self._offset)
                 data = file.read()
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return []
+        except OSError as error:
+            raise RunError(f"{self.path} cannot be read: {error.strerror}; only the run's owner may") from error
         end = data.rfind(b"\n") + 1
         lines = data[:end].splitlines()
         if lines and self.header is None:
@@ -52,15 +58,20 @@ class EventCursor:
         rank = self.rank
         try:
             # One call for all lines is several times faster than one a line.
-            return [Event(kind, name, rank, step, t0, t1, attrs)
-                    for kind, name, step, t0, t1, attrs in json.loads(b"[" + b",".join(lines) + b"]")]
-        except (ValueError, TypeError):
+            events = [Event(kind, name, rank, step, t0, t1, attrs)
+                      for kind, name, step, t0, t1, attrs in json.loads(b"[" + b",".join(lines) + b"]")]
+            if all(map(_is_event, events)):
+                return events
+        except (ValueError, TypeError, RecursionError):
             pass  # once more, line by line, to say which one it is
         events = []
         for line in lines:
             try:
-                events.append(Event.from_line(line, rank))
-            except ValueError as error:
+                event = Event.from_line(line, rank)
+                if not _is_event(event):
+                    raise ValueError("a field of another type")
+                events.append(event)
+            except (ValueError, RecursionError) as error:
                 raise RunError(f"{self.path} is damaged behind byte {self._offset}: {line[:80]!r} is not an event; "
                                f"the lines before it are good, cut the file there to read them") from error
         return events
@@ -70,11 +81,17 @@ class EventCursor:
             header = json.loads(line)
         except ValueError:
             header = None
-        if not isinstance(header, dict) or "monotonic" not in header:
+        if not isinstance(header, dict) or not all(isinstance(header.get(name), int) for name in _HEADER):
             raise RunError(f"{self.path} does not start with a header; it is not an event file of a run")
-        if header.get("schema", 0) > SCHEMA:
-            raise RunError(f"{self.path} was written with schema {header['schema']}, this dplab reads up to {SCHEMA}")
+        if header["schema"] != SCHEMA:
+            raise RunError(f"{self.path} was written with schema {header['schema']}, this dplab reads schema {SCHEMA}; "
+                           f"read it with the dplab that wrote it")
         return header
+
+
+def _is_event(event: Event) -> bool:
+    return (type(event.attrs) is dict and type(event.t1) is int and type(event.t0) is int
+            and type(event.step) is int and type(event.name) is str and type(event.kind) is str)
 
 
 class RunReader:
@@ -85,7 +102,7 @@ class RunReader:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.directory: RunDirectory = require_run(Path(path))
-        self._info = self.directory.info()
+        self._spec = self.directory.spec
         self._cursors: dict[tuple[int, str], EventCursor] = {}
 
     @property
@@ -96,11 +113,11 @@ class RunReader:
     @property
     def spec(self) -> RunSpec:
         """What `launch` was asked for."""
-        return RunSpec.from_dict(self._info["spec"])
+        return self._spec
 
     @property
     def state(self) -> str:
-        """starting, running, stopping; finished, failed, stopped."""
+        """starting, running, stopping; finished, failed, stopped, damaged."""
         return self.directory.state()
 
     @property

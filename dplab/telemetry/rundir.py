@@ -7,14 +7,11 @@
     control/stop        somebody asked the run to end
     rank-<r>/           events.jsonl, utilization.jsonl, stdout.log, stderr.log, state, result.pkl, error.json
 
-The directory is private to its owner (0700, files 0600). Files that tell of an end (`exit.json`, `error.json`)
-are written into space reserved at the start, so that a full disk cannot silence the reason of a failure.
+The directory is private to its owner (0700, files 0600).
 """
 
 from __future__ import annotations
 
-import errno
-import json
 import os
 import stat
 import time
@@ -24,13 +21,19 @@ from typing import Any
 from dplab.errors import RunError, UsageError
 from dplab.specs import RunSpec
 from dplab.telemetry.events import SCHEMA
+from dplab.telemetry.files import damaged, read_json, reserve, write_json
 from dplab.telemetry.process import Identity
 
-RESERVED_BYTES = 32 * 1024
-"""Size of the reserved space of an end file; longer texts lose their middle."""
-
-ENDED = ("finished", "failed", "stopped")
+DAMAGED = "damaged"
+"""State of a run whose files cannot be read, or were written by another version; `damage` tells which and why."""
+_WRITTEN_ENDS = ("finished", "failed", "stopped")
+ENDED = (*_WRITTEN_ENDS, DAMAGED)
+"""States in which nothing more is to come."""
 STATES = ("starting", "running", "stopping", *ENDED)
+STOP_SECONDS = 10.0
+"""How long a run that is asked to stop may take to end by itself, where nobody says otherwise."""
+
+_EXIT: dict[str, Any] = {"state": None, "first": None, "collateral": [], "reason": None, "ranks": [], "notes": []}
 
 _STARTING_SECONDS = 5.0
 """How long a run whose starter is gone may still be on its way to its first pids.json."""
@@ -72,37 +75,60 @@ class RunDirectory:
                            f"free space or allow writing there, or set DPLAB_RUNS to another folder") from error
 
     def info(self) -> dict[str, Any]:
-        """`run.json`; RunError where there is none or a newer version of dplab wrote it."""
-        info = read_json(self.path / "run.json")
+        """`run.json`; RunError where there is none, it is damaged or another version of dplab wrote it."""
+        path = self.path / "run.json"
+        info = read_json(path)
         if info is None:
             what = "does not exist" if not self.path.exists() else "holds no run.json"
-            raise RunError(f"{self.path} is not a run directory: it {what}; "
-                           f"give a directory that dplab.launch made, or an id that dplab.runs() lists")
+            raise RunError(f"{self.path} is not a run directory: it {what}; give a directory that dplab.launch made, "
+                           f"or an id that `dplab runs` lists")
         if not isinstance(info, dict) or "spec" not in info:
             raise RunError(f"{self.path} is not a run directory: its run.json is not one of dplab's; "
                            f"give a directory that dplab.launch made")
-        if info.get("schema", 0) > SCHEMA:
-            raise RunError(f"run {self.path} was written with schema {info['schema']}, this dplab reads up to "
-                           f"{SCHEMA}; read it with the dplab that wrote it ({info.get('versions', {}).get('dplab')})")
+        schema, versions = info.get("schema"), info.get("versions", {})
+        if not isinstance(schema, int) or not isinstance(versions, dict) or not isinstance(info.get("created"), int):
+            raise damaged(path, "schema, versions or created is missing")
+        if schema != SCHEMA:
+            raise RunError(f"run {self.path} was written with schema {schema}, this dplab reads "
+                           f"schema {SCHEMA}; read it with the dplab that wrote it ({versions.get('dplab')})")
         return info
 
     @property
     def spec(self) -> RunSpec:
         """What `launch` was asked for."""
-        return RunSpec.from_dict(self.info()["spec"])
+        values = self.info()["spec"]
+        try:
+            return RunSpec.from_dict(values)
+        except (TypeError, AttributeError, UsageError) as error:
+            raise damaged(self.path / "run.json", f"its spec is not one ({error})") from error
 
     def exit(self) -> dict[str, Any] | None:
-        """`exit.json`, None before the end."""
-        found: dict[str, Any] | None = read_json(self.path / "exit.json")
-        return found
+        """`exit.json`, None before the end: `state`, `first`, `collateral`, `reason`, `ranks`."""
+        path = self.path / "exit.json"
+        found = read_json(path)
+        if found is None:
+            return None
+        ended = {**_EXIT, **found} if isinstance(found, dict) else _EXIT
+        try:
+            whole = all({"rank", "status", "how", "signal"} <= set(end) for end in ended["ranks"])
+            named = {*ended["collateral"], *([] if ended["first"] is None else [ended["first"]])}
+            if ended["state"] in _WRITTEN_ENDS and whole and named <= {end["rank"] for end in ended["ranks"]}:
+                return ended
+        except (TypeError, KeyError):
+            pass
+        raise damaged(path, "it does not say how the run ended")
 
     def processes(self) -> dict[str, Any] | None:
         """`pids.json` with identities: `supervisor`, and `ranks` in order; None before the run has started."""
-        found = read_json(self.path / "pids.json")
+        path = self.path / "pids.json"
+        found = read_json(path)
         if found is None:
             return None
-        return {"supervisor": Identity.from_list(found["supervisor"]),
-                "ranks": [Identity.from_list(values) for values in found["ranks"]]}
+        try:
+            return {"supervisor": Identity.from_list(found["supervisor"]),
+                    "ranks": [Identity.from_list(values) for values in found["ranks"]]}
+        except (TypeError, KeyError, IndexError, ValueError) as error:
+            raise damaged(path, "it names no processes") from error
 
     def vanished(self) -> str | None:
         """Why nobody will ever write this run's exit.json, as a sentence; None while somebody may, or did."""
@@ -113,16 +139,39 @@ class RunDirectory:
                 return None
             return (f"its supervisor (process {supervisor.pid}) vanished without writing the run's end, "
                     f"most likely killed; its ranks ended with it")
-        starter = read_json(self.path / "starter.json")
-        age = time.time() - self.info().get("created", 0) / 1e9
-        if starter is None or Identity.from_list(starter).lives() or age < _STARTING_SECONDS:
+        starter = self._starter()
+        age = time.time() - self.info()["created"] / 1e9
+        if starter is None or starter.lives() or age < _STARTING_SECONDS:
             return None
         if self.exit() is not None or self.processes() is not None:
             return None
-        return f"the process that was to start it (process {starter[0]}) ended before the run began"
+        return f"the process that was to start it (process {starter.pid}) ended before the run began"
+
+    def _starter(self) -> Identity | None:
+        path = self.path / "starter.json"
+        found = read_json(path)
+        try:
+            return None if found is None else Identity.from_list(found)
+        except (TypeError, KeyError, IndexError, ValueError) as error:
+            raise damaged(path, "it names no process") from error
 
     def state(self) -> str:
         """One of STATES, from the files and from whether the supervisor lives."""
+        try:
+            return self._state()
+        except RunError:
+            return DAMAGED
+
+    def damage(self) -> str | None:
+        """Why the run is damaged, as a sentence; None where its state can be told."""
+        try:
+            self._state()
+        except RunError as error:
+            return str(error)
+        return None
+
+    def _state(self) -> str:
+        _ = self.spec
         ended = self.exit()
         if ended is not None:
             return str(ended["state"])
@@ -138,17 +187,22 @@ class RunDirectory:
 
     def request_stop(self, grace: float) -> None:
         """Asks the run to end: ranks at the end of their step, the supervisor by force after `grace` seconds."""
-        if self.stop_request() is None or grace < self.stop_request()["grace"]:  # type: ignore[index]
+        asked = self.stop_request()
+        if asked is None or grace < asked:
             try:
                 write_json(self.path / "control" / "stop", {"grace": grace})
             except OSError as error:
                 raise RunError(f"run {self.path} cannot be asked to stop: {error.strerror} on control/stop; "
                                f"only its owner may, on a disk that is not full") from error
 
-    def stop_request(self) -> dict[str, Any] | None:
-        """What `request_stop` left, None before."""
-        found: dict[str, Any] | None = read_json(self.path / "control" / "stop")
-        return found
+    def stop_request(self) -> float | None:
+        """Seconds of grace of the stop that was asked for, None before. Any file there asks: `touch` does as well."""
+        path = self.path / "control" / "stop"
+        try:
+            found = read_json(path)
+            return None if found is None else float(found["grace"])
+        except (RunError, TypeError, KeyError, ValueError):
+            return STOP_SECONDS
 
     def require_private(self) -> None:
         """RunError unless this user alone could have written here: what comes next unpickles."""
@@ -161,81 +215,31 @@ class RunDirectory:
 
 
 def runs_root() -> Path:
-    """Folder of this user's runs: `DPLAB_RUNS`, else `dplab/runs` in the user's data folder."""
-    if os.environ.get("DPLAB_RUNS"):
-        return Path(os.environ["DPLAB_RUNS"]).expanduser().absolute()
-    data = os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share"
-    return Path(data) / "dplab" / "runs"
-
-
-def read_json(path: Path) -> Any:
-    """A JSON file's value, None where there is no file; files are renamed into place, so never half."""
+    """Folder of this user's runs: `DPLAB_RUNS`, else `dplab/runs` in the user's data folder. UsageError where that
+    cannot be a folder."""
+    given = os.environ.get("DPLAB_RUNS")
     try:
-        text = path.read_text(encoding="utf-8")
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except OSError as error:
-        raise RunError(f"{path} cannot be read: {error.strerror}; only the run's owner may") from error
+        if given:
+            root = Path(given).expanduser().absolute()
+        else:
+            root = Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share") / "dplab" / "runs"
+    except RuntimeError as error:
+        raise UsageError(f"the folder of runs cannot be told: {given or '~'} names no home directory; "
+                         f"set DPLAB_RUNS to a folder") from error
+    require_folder(root)
+    return root
+
+
+def require_folder(root: Path) -> None:
+    """UsageError where something that is no folder is in the way of `root`; it need not be there yet."""
     try:
-        return json.loads(text)
-    except ValueError as error:
-        raise RunError(f"{path} is not JSON ({error}); the run directory is damaged") from error
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Writes a private file whole: another process sees the old one or the new one."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    handle = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    try:
-        with open(handle, "w", encoding="utf-8") as file:
-            json.dump(value, file)
-        os.replace(partial, path)
-    except OSError:
-        partial.unlink(missing_ok=True)
-        raise
-
-
-def reserve(path: Path) -> None:
-    """Takes the disk space in which `write_reserved` will write `path`."""
-    handle = os.open(_reserved(path), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    try:
-        os.write(handle, b" " * RESERVED_BYTES)  # written, not only allocated: every file system honours that
-    finally:
-        os.close(handle)
-
-
-def write_reserved(path: Path, value: dict[str, Any]) -> None:
-    """Writes a JSON object into the space reserved for `path`; texts that do not fit lose their middle."""
-    text = json.dumps(value)
-    excess = len(text) - RESERVED_BYTES
-    for key in [key for key in value if isinstance(value[key], str) and excess > 0]:
-        keep = max(len(value[key]) - excess, 2048) // 4  # a quarter at each end: escapes may double a character
-        if 2 * keep < len(value[key]):
-            value = {**value, key: f"{value[key][:keep]}\n[...]\n{value[key][-keep:]}"}
-            text = json.dumps(value)
-            excess = len(text) - RESERVED_BYTES
-    try:
-        handle = os.open(_reserved(path), os.O_WRONLY)
-    except OSError as error:
-        if error.errno != errno.ENOENT:
-            raise
-        write_json(path, value)  # used up by an earlier end
-        return
-    try:
-        os.write(handle, text.encode())
-        os.ftruncate(handle, len(text.encode()))
-    finally:
-        os.close(handle)
-    os.replace(_reserved(path), path)
-
-
-def release(path: Path) -> None:
-    """Gives back the space of an end that did not come."""
-    _reserved(path).unlink(missing_ok=True)
-
-
-def _reserved(path: Path) -> Path:
-    return path.with_name(f".{path.name}.reserved")
+        there = next(path for path in (root, *root.parents) if path.exists())
+        if there.is_dir():
+            return
+        what = f"{there} is a file"
+    except OSError as error:      # a name too long, a folder that may not be entered
+        what = f"{root} cannot be looked at ({error.strerror})"
+    raise UsageError(f"{what}, runs need a folder; set DPLAB_RUNS or root to one")
 
 
 def require_run(path: Path) -> RunDirectory:

@@ -66,8 +66,10 @@ def read_state(path: Path) -> RankState | None:
     """What a rank last noted; None where it noted nothing. RunError where the file is something else."""
     try:
         data = path.read_bytes()[: _RECORD.size]
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
+    except OSError as error:
+        raise RunError(f"{path} cannot be read: {error.strerror}; only the run's owner may") from error
     if len(data) < _RECORD.size or data[:4] == bytes(4):
         return None
     magic, version, sequence, step, bucket, when, phase, again = _RECORD.unpack(data)

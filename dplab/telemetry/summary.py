@@ -9,6 +9,8 @@ from typing import Any
 
 from dplab.telemetry.events import Event
 
+_WAITING_STEPS = 256
+
 
 class Summary:
     """Figures of one run so far; feed it events in any batches, each once."""
@@ -17,14 +19,17 @@ class Summary:
         self.steps = 0
         """optimizer steps that every rank has finished"""
         self.loss: float | None = None
-        """the last one recorded by the lowest rank that records any"""
+        """mean over ranks, of the latest step whose loss every rank that tells any has told"""
         self.memory: dict[int, dict[str, Any]] = {}
         """bytes by category as last recorded, by rank"""
         self.peak_private: dict[int, int] = {}
         """largest private bytes of the process, by rank"""
         self.wire: dict[str, dict[str, int]] = {}
         """count and bytes sent by rank 0 in training steps, by collective"""
-        self._loss_rank: int | None = None
+        self._losses: dict[int, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+        self._loss_ranks: set[int] = set()
+        self._paused: dict[int, int] = defaultdict(int)
+        self._left_out: dict[int, int] = defaultdict(int)
         self._steps_of: dict[int, int] = defaultdict(int)
         self._step_ns: list[int] = []
         self._exposed: dict[tuple[int, int], int] = defaultdict(int)
@@ -39,7 +44,9 @@ class Summary:
             elif event.kind == "collective" and event.attrs.get("purpose") in ("grads", "params"):
                 self._take_collective(event)
             elif event.kind == "data":
-                self._tokens += int(event.attrs.get("tokens") or event.attrs.get("samples", 0))
+                self._tokens += int(_number(event, "tokens") or _number(event, "samples") or 0)
+            elif event.kind == "pause":
+                self._paused[event.rank] += event.t1 - event.t0
             elif event.kind == "gauge":
                 self._take_gauge(event)
         return self
@@ -56,10 +63,12 @@ class Summary:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Tokens (samples where there are none) of all ranks a second, first step's start to last step's end."""
+        """Tokens (samples where there are none) of all ranks a second, first step's start to last step's end, pauses
+        left out."""
         if not self._tokens or self._training is None:
             return None
-        return self._tokens * 1e9 / max(self._training[1] - self._training[0], 1)
+        paused = statistics.fmean(self._left_out.values()) if self._left_out else 0.0
+        return self._tokens * 1e9 / max(self._training[1] - self._training[0] - paused, 1)
 
     def line(self) -> str:
         """`step 12, loss 2.314, 1,204 tokens/s`: what there is of it, or an empty string."""
@@ -73,22 +82,44 @@ class Summary:
     def _take_step(self, event: Event) -> None:
         self._steps_of[event.rank] += 1
         self.steps = min(self._steps_of.values())
-        self._step_ns.append(event.t1 - event.t0)
+        paused = self._paused.pop(event.rank, 0)      # a step begins where the last one ended, before the pause
+        self._left_out[event.rank] += paused
+        self._step_ns.append(event.t1 - event.t0 - paused)
         first, last = self._training or (event.t0, event.t1)
         self._training = (min(first, event.t0), max(last, event.t1))
 
     def _take_collective(self, event: Event) -> None:
-        self._exposed[event.rank, event.step] += int(event.attrs.get("exposed", 0))
+        self._exposed[event.rank, event.step] += int(_number(event, "exposed") or 0)
         if event.rank == 0:
             row = self.wire.setdefault(event.name, {"count": 0, "bytes": 0})
             row["count"] += 1
-            row["bytes"] += int(event.attrs.get("bytes", 0))
+            row["bytes"] += int(_number(event, "bytes") or 0)
 
     def _take_gauge(self, event: Event) -> None:
-        if event.name == "loss" and "value" in event.attrs and (
-                self._loss_rank is None or event.rank <= self._loss_rank):
-            self._loss_rank, self.loss = event.rank, float(event.attrs["value"])
+        if event.name == "loss":
+            self._take_loss(event)
         elif event.name == "memory":
             self.memory[event.rank] = dict(event.attrs)
         elif event.name == "process":
-            self.peak_private[event.rank] = max(self.peak_private.get(event.rank, 0), int(event.attrs["private"]))
+            private = int(_number(event, "private") or 0)
+            self.peak_private[event.rank] = max(self.peak_private.get(event.rank, 0), private)
+
+    def _take_loss(self, event: Event) -> None:
+        value = _number(event, "value")
+        if value is None:
+            return
+        self._loss_ranks.add(event.rank)
+        self._losses[event.step][event.rank].append(value)
+        told = [step for step, by_rank in self._losses.items() if len(by_rank) == len(self._loss_ranks)]
+        if len(self._losses) > _WAITING_STEPS:      # a rank tells no loss any more
+            told.append(sorted(self._losses)[-_WAITING_STEPS])
+        if told:
+            self.loss = statistics.fmean(map(statistics.fmean, self._losses[max(told)].values()))
+            for step in [step for step in self._losses if step < max(told)]:
+                del self._losses[step]      # none of them can be the latest any more
+
+
+def _number(event: Event, name: str) -> float | None:
+    """An attribute that is a number; None for any other, as a program may record whatever it likes."""
+    value = event.attrs.get(name)
+    return value if isinstance(value, int | float) and not isinstance(value, bool) else None

@@ -143,6 +143,21 @@ def speak() -> None:
     os.write(1, b"from below\n")
 
 
+def spoil_streams(*, how: str, fails: bool = False) -> str:
+    """Leaves the process without streams that could be flushed."""
+    print("half a line", end="")
+    if how == "gone":
+        sys.stdout = sys.stderr = None  # type: ignore[assignment]
+    elif how == "closed":
+        sys.stdout.close()
+        sys.stderr.close()
+    else:
+        sys.stdout = sys.stderr = object()  # type: ignore[assignment]
+    if fails:
+        raise ValueError("after the streams")
+    return how
+
+
 def too_much() -> Any:
     import threading
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -109,7 +110,8 @@ def test_kill_the_launching_process() -> None:
     survivors.assert_none(path)
     run = dplab.attach(path)
     assert run.state == "stopped"
-    assert run.failure == "the launching process ended (detach=False)"
+    assert run.failure is None
+    assert run.stopped_by == "the launching process ended (detach=False)"
     assert run.wait() == [None, None]
 
 
@@ -173,7 +175,12 @@ def test_children_of_a_rank_end_with_the_run() -> None:
 def test_stop_that_nobody_heeds() -> None:
     run, _ = endless(2)
     assert run.stop(timeout=0.2) == "stopped"
-    assert run.failure == "stop was asked for"
+    assert run.failure is None
+    assert run.stopped_by == (
+        "stop was asked for; ranks 0, 1 did not end within 0.2 s and had to be ended by a signal, without a result "
+        "(a program hears the wish to stop in engine.step())")
+    assert run.stopped_by in repr(run)
+    assert run.logs(0) == "dplab: rank 0 was told to end (SIGTERM) in step 0\n"
     assert run.wait() == [None, None]
     assert run.stop() == "stopped"
 
@@ -182,4 +189,18 @@ def test_supervisor_is_terminated() -> None:
     run, _ = endless(2)
     os.kill(survivors.supervisor_pid(run.path), signal.SIGTERM)
     survivors.poll(lambda: run.state == "stopped", "the run has stopped")
-    assert run.failure == "the supervisor received SIGTERM"
+    assert run.stopped_by == "the supervisor received SIGTERM"
+
+
+@pytest.mark.parametrize("warm", [True, False])
+def test_the_run_s_directory_is_removed(warm: bool) -> None:
+    run, pids = endless(2, warm=warm)
+    supervisor = survivors.supervisor_pid(run.path)
+    shutil.rmtree(run.path)
+    survivors.poll(lambda: not any(map(psutil.pid_exists, [supervisor, *pids])), "supervisor and ranks have ended",
+                   limit=10)
+    assert not run.path.exists()
+    assert run.state == "damaged"
+    assert f"{run.path} is not a run directory: it does not exist" in repr(run)
+    with pytest.raises(RunError, match="is not a run directory: it does not exist; give a directory"):
+        run.wait()

@@ -64,7 +64,7 @@ def test_first_of_two_causes_is_the_earlier() -> None:
 
 
 def test_exception_while_the_function_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "breaks_at_import.py").write_text("raise OSError('no data here')\n")
+    (tmp_path / "breaks_at_import.py").write_text("raise OSError('no data here')\ndef train(): ...\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     error = failure("breaks_at_import:train", world_size=2)
     assert str(error).startswith("rank 0 of 2 failed in step 0: OSError: no data here") or str(error).startswith(
@@ -73,10 +73,40 @@ def test_exception_while_the_function_is_imported(tmp_path: Path, monkeypatch: p
 
 
 def test_module_without_the_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "has_no_train.py").write_text("")
+    """Where only importing the module can tell, the rank does."""
+    (tmp_path / "has_no_train.py").write_text("from os.path import *\ntrained = 3\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert "AttributeError: module 'has_no_train' has no attribute 'train'" in str(
-        failure("has_no_train:train", world_size=1))
+    error = failure("has_no_train:train", world_size=1)
+    assert str(error).startswith(
+        "rank 0 of 1 failed in step 0: dplab.errors.UsageError: launch was given 'has_no_train:train', but module "
+        "'has_no_train' has no 'train' (did you mean 'trained'?); name a function of it\n")
+    assert "'has_no_train:trained', which is a int and cannot be called; name a function" in str(
+        failure("has_no_train:trained", world_size=1))
+
+
+@pytest.mark.parametrize("how", ["gone", "closed", "replaced"])
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_program_that_spoils_its_streams(how: str, fails: bool) -> None:
+    if fails:
+        error = failure(rank_programs.spoil_streams, world_size=2, how=how, fails=True)
+        assert "failed in step 0: ValueError: after the streams" in str(error)
+    else:
+        run = dplab.launch(rank_programs.spoil_streams, world_size=2, kwargs={"how": how}, detach=False)
+        assert run.wait(60) == [how, how]
+        assert not (run.path / "supervisor.log").read_text()
+        assert run.logs(0) == "half a line"
+
+
+def test_what_a_rank_prints_last_is_kept() -> None:
+    def speak() -> None:
+        import sys
+
+        print("one", end="", file=sys.__stdout__)
+        print(", two", end="", file=sys.__stderr__)
+
+    run = dplab.launch(speak, detach=False, warm=True)
+    run.wait(60)
+    assert run.logs(0) == "one, two"
 
 
 def test_result_that_cannot_travel_back() -> None:

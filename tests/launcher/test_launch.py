@@ -18,6 +18,7 @@ import rank_programs
 
 import dplab
 from dplab.errors import RunError, UsageError
+from dplab.launcher import reference
 from dplab.launcher.starter import WARM
 from dplab.telemetry.rundir import RunDirectory
 
@@ -176,6 +177,13 @@ def test_bad_input_starts_nothing(runs_folder: Path) -> None:
     refused("there is no module 'nowhere_at_all' on sys.path", "nowhere_at_all:train")
     refused("module 'nowhere_at_all.deep' cannot be found", "nowhere_at_all.deep:train")
 
+    refused("launch was given 'rank_programs:totla', but module 'rank_programs' has no 'totla' (did you mean 'total'?)",
+            "rank_programs:totla")
+    refused("'os:.path', which names no function", "os:.path")
+    for label in ("", " ", "a\nb", "\x1b[31mred", "a/b", "..\\b", "x" * 81, 3):
+        refused("is not allowed; a label is a string of 1 to 80 printable characters without / and \\, or None",
+                label=label)
+
     async def later() -> None: ...
 
     refused("launch was given the async function later, which a rank cannot await; give a plain function", later)
@@ -196,6 +204,20 @@ def test_what_cannot_travel_is_named(runs_folder: Path) -> None:
     refused("args[1]['deep'][0] (a _thread.lock) cannot be pickled", args=(1, {"deep": [lock]}))
     refused("kwargs['lock'] (a _thread.lock) cannot be pickled", kwargs={"lock": lock})
     assert not runs_folder.exists()
+
+
+def test_names_that_only_importing_could_tell_are_let_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    sources = {"star": "from os.path import *", "dynamic": "def __getattr__(name): ...",
+               "computed": "globals()['train'] = print", "broken": "def train(:",
+               "deep": "if True:\n    try:\n        import json as train\n    finally:\n        pass\n",
+               "inner": "def make():\n    global train\n    train = 1\n", "annotated": "train: int = 3\n",
+               "walrus": "[train := 3]\n", "klass": "class train: ..."}
+    for name, source in sources.items():
+        (tmp_path / f"names_{name}.py").write_text(source)
+        assert reference.check(f"names_{name}:train") == f"names_{name}:train"
+        assert f"names_{name}" not in sys.modules
+    assert reference.check("math:sqrt") == "math:sqrt"
 
 
 def test_root_that_is_a_file(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ def test_attach_by_path_id_and_beginning(runs_folder: Path) -> None:
     assert [run.spec.label for run in dplab.runs(runs_folder)] == ["two", "one"]
     for name in (first.path, str(first.path), first.id, first.id[:-1]):
         assert dplab.attach(name).wait() == [(0, 1)]
-    with pytest.raises(RunError, match=rf"2 runs in {runs_folder} have an id that starts with '20'; dplab.runs\(\)"):
+    with pytest.raises(RunError, match=rf"2 runs in {runs_folder} have an id that starts with '20'; `dplab runs`"):
         dplab.attach("20")
     with pytest.raises(RunError, match=r"no runs in .* have an id that starts with 'nothing'"):
         dplab.attach("nothing")
