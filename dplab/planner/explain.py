@@ -118,6 +118,9 @@ def explain(strategy: Strategy | str, model: Any, world_size: int) -> Explanatio
     ZeRO-3 root that stays gathered after its forward is sent once, not twice, so that less is sent than
     printed. Raises UsageError for what has no parameters.
     """
+    if not isinstance(strategy, Strategy | str):
+        raise UsageError(f"explain takes the strategy first, explain('zero2', model, world_size); it was given a "
+                         f"{type(strategy).__name__} there")
     chosen = Strategy.parse(strategy)
     if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
         raise UsageError(f"explain(world_size={world_size!r}) is not allowed; world_size is an integer >= 1")
@@ -150,7 +153,8 @@ def _size_of(model: Any) -> tuple[int, str]:
             raise UsageError(f"explain(model={model!r}) is not allowed; a number of parameters is >= 1")
         return int(model), "fp32"
     if not hasattr(model, "parameters"):
-        raise UsageError(f"explain(model={model!r}) is not allowed; give an nn.Module or a number of parameters")
+        shown = repr(model) if isinstance(model, str) else f"a {type(model).__name__}"      # not all of what it holds
+        raise UsageError(f"explain(model={shown}) is not allowed; give an nn.Module or a number of parameters")
     params = [param for param in model.parameters() if param.requires_grad]
     if not params:
         raise UsageError(f"explain({type(model).__name__}) has no trainable parameters; nothing would be synchronised")

@@ -185,7 +185,7 @@ class Estimate:
         return "\n".join([*lines, f"formula: {self.formula}", f"precision: {self.precision}", f"note: {self.note}"])
 
 
-def estimate(*, params: float, world_size: int, strategy: Strategy | str = "ddp", optimizer: str = "adamw",
+def estimate(params: float, world_size: int, strategy: Strategy | str = "ddp", optimizer: str = "adamw",
              shard: int | None = None, shape: ModelShape | None = None) -> Estimate:
     """Memory of one rank, predicted from a parameter count (7.5e9), without torch and without a GPU.
 
@@ -273,4 +273,5 @@ def _exact(value: Fraction) -> float:
 
 def _at_least(name: str, value: Any, least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value < float("inf"):
-        raise UsageError(f"estimate({name}={value!r}) is not allowed; {name} is a number >= {least}")
+        shown = repr(value) if isinstance(value, int | float | str) else f"a {type(value).__name__}"
+        raise UsageError(f"estimate({name}={shown}) is not allowed; {name} is a number >= {least}")

@@ -111,6 +111,9 @@ def test_a_module_is_counted_by_its_trainable_parameters_tied_weights_once():
     (("zero2", 0, 2), "a number of parameters is >= 1"),
     (("zero2", 10, 0), r"world_size=0\) is not allowed; world_size is an integer >= 1"),
     (("zero9", 10, 2), "strategy 'zero9' is not known"),
+    (([1] * 1000, "zero2", 2), r"explain takes the strategy first, explain\('zero2', model, world_size\); it was given "
+                               r"a list there$"),
+    (("zero2", [1] * 1000, 2), r"explain\(model=a list\) is not allowed; give an nn\.Module or a number"),
 ])
 def test_bad_input(arguments, message):
     with pytest.raises(UsageError, match=message):
@@ -127,3 +130,11 @@ def test_no_torch_is_imported():
     code = ("import sys, dplab; print(dplab.explain('zero2', 7_000_000, 4)); "
             "print(dplab.estimate(params=7.5e9, world_size=64)); sys.exit('torch' in sys.modules)")
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+def test_estimate_takes_its_arguments_in_order_too():
+    from dplab.planner.footprint import estimate
+
+    assert estimate(7.5e9, 64, "zero2") == estimate(params=7.5e9, world_size=64, strategy="zero2")
+    with pytest.raises(UsageError, match=r"estimate\(params=a list\) is not allowed; params is a number >= 1"):
+        estimate([1] * 1000, 2)  # type: ignore[arg-type]
