@@ -12,6 +12,7 @@ from dplab.views import theme
 from dplab.views.fold import Fold
 from dplab.views.panels import TIME_PARTS
 from dplab.views.records import Bars, Chart, Lanes, Line, StackedArea, Text
+from dplab.views.words import short
 
 
 def figure(chart: Chart) -> go.Figure:
@@ -44,7 +45,7 @@ def timeline_figure(events: Iterable[Event]) -> go.Figure:
 
 
 def comparison(runs: Mapping[str, Iterable[Event]]) -> list[Chart]:
-    """Runs side by side: median step time by part (ms), and peak-time memory by category of rank 0 (MB)."""
+    """Runs side by side: median step time by part (ms), and rank 0's memory by category after its last step (MB)."""
     times, memory = [], []
     for events in runs.values():
         events = list(events)
@@ -56,20 +57,26 @@ def comparison(runs: Mapping[str, Iterable[Event]]) -> list[Chart]:
     names = tuple(runs)
     values = np.array(memory, dtype=np.float64).reshape(-1, len(CATEGORIES)).T
     used = [part for part in range(len(CATEGORIES)) if values[part].any()]
-    return [
-        Chart(key="times", title="Step time", x_label="", y_label="ms", note="median of the last 50 steps, all ranks",
-              marks=(Bars(names=names, roles=TIME_PARTS, values=np.array(times, dtype=np.float64).T),)),
-        Chart(key="memories", title="Memory of rank 0 by category", x_label="", y_label="MB",
-              note="as the last step left it",
-              marks=(Bars(names=names, roles=tuple(CATEGORIES[part] for part in used), values=values[used]),)),
-    ]
+    roles = tuple(CATEGORIES[part] for part in used)
+    parts = np.array(times, dtype=np.float64).reshape(len(names), -1).T
+    return [_bars("times", "Step time", "ms", "medians of the last 50 steps, all ranks",
+                  Bars(names=names, roles=TIME_PARTS, values=parts)),
+            _bars("memories", "Memory of rank 0", "MB", "as the last step left it",
+                  Bars(names=names, roles=roles, values=values[used]))]
+
+
+def _bars(key: str, title: str, unit: str, caption: str, bars: Bars) -> Chart:
+    heights = zip(bars.names, bars.values.sum(axis=0), strict=True)
+    said = ", ".join(f"{name} {short(height)}" for name, height in heights)
+    return Chart(key=key, title=title, x_label="", y_label=unit, marks=(bars,), caption=caption,
+                 note=f"{said} {unit} ({caption})")
 
 
 def _add_area(drawn: go.Figure, mark: StackedArea) -> None:
     for role, ys in zip(mark.roles, mark.ys, strict=True):
         pattern = {"shape": "/", "size": 5} if role in theme.HATCHED else None
         drawn.add_scatter(x=mark.x, y=ys, name=theme.label(role), mode="lines", stackgroup="all",
-                          line={"color": theme.color(role), "width": 0.5}, fillcolor=theme.color(role),
+                          line={"color": theme.color(role), "width": 0.5, "shape": "hv"}, fillcolor=theme.color(role),
                           fillpattern=pattern)
 
 
@@ -109,8 +116,10 @@ def _styled(drawn: go.Figure, chart: Chart) -> go.Figure:
     )
     drawn.update_xaxes(title=chart.x_label, **axis)
     drawn.update_yaxes(title=chart.y_label, **axis)
-    if chart.y_max is not None:
-        drawn.update_yaxes(range=[0, chart.y_max])
+    if chart.x_range is not None:
+        drawn.update_xaxes(range=chart.x_range)
+    if chart.y_range is not None:
+        drawn.update_yaxes(range=chart.y_range)
     if chart.note:
         drawn.add_annotation(text=chart.note, showarrow=False, xref="paper", yref="paper", x=0, y=0, yshift=-62,
                              xanchor="left", align="left")

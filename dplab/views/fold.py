@@ -12,6 +12,7 @@ from dplab.views.panels import LossPanel, MemoryPanel, StepPanel
 from dplab.views.records import Chart
 from dplab.views.steps import StepAssembler
 from dplab.views.sync import DEFINITION, SyncPanel
+from dplab.views.words import percent, short
 
 _RATE_WINDOW_NS = 5_000_000_000
 
@@ -29,6 +30,11 @@ class Status:
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
         return asdict(self)
+
+    def facts(self) -> tuple[tuple[str, str], ...]:
+        """Name and value of each, as the board's first line says them."""
+        return (("step", "–" if self.step is None else str(self.step)), ("loss", short(self.loss, 4)),
+                ("tokens/s", short(self.tokens_per_s)), ("overlap", percent(self.overlap)))
 
 
 class Fold:
@@ -78,16 +84,24 @@ class Fold:
 
     def charts(self, rank: int = 0) -> list[Chart]:
         """Loss, step time, synchronisation, memory, utilization."""
-        return [self.loss.chart(), self.steps.chart(rank), self.sync.chart(), self.memory.chart(rank),
-                self.memory.utilization_chart(rank)]
+        loss, sync = self.shared_charts()
+        steps, memory, utilization = self.rank_charts(rank)
+        return [loss, steps, sync, memory, utilization]
+
+    def shared_charts(self) -> list[Chart]:
+        """Those that show all ranks: loss, synchronisation."""
+        return [self.loss.chart(), self.sync.chart()]
+
+    def rank_charts(self, rank: int) -> list[Chart]:
+        """Those that show one rank: step time, memory, utilization."""
+        return [self.steps.chart(rank), self.memory.chart(rank), self.memory.utilization_chart(rank)]
 
     def summary(self, title: str = "dplab run", rank: int = 0) -> str:
         """The board in words, for text displays, screen readers and diffs."""
         lines = [title]
         for chart in self.charts(rank):
-            text = next((mark.text for mark in chart.marks if hasattr(mark, "text")), "")
-            note = chart.note.replace(f"; {DEFINITION}", "") or text
-            lines.append(f"  {chart.title}: {note}")
+            note = chart.note.replace(f"; {DEFINITION}", "")
+            lines.append(f"  {chart.title}: {chart.words or note}")
         status = self.status()
         if status.tokens_per_s is not None:
             lines.append(f"  {status.tokens_per_s:,.0f} tokens/s over all ranks")

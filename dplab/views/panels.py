@@ -5,9 +5,11 @@ from __future__ import annotations
 import numpy as np
 
 from dplab.telemetry.events import CATEGORIES, Event
-from dplab.views.records import Chart, Floats, Line, Mark, StackedArea, Text
+from dplab.views import theme
+from dplab.views.records import Chart, Floats, Line, StackedArea, Text
 from dplab.views.series import Series
 from dplab.views.steps import Step
+from dplab.views.words import short
 
 SHOWN_RANKS = 16
 """Ranks that get columns and lanes of their own; more would not be told apart on a screen."""
@@ -69,14 +71,20 @@ class LossPanel:
 
     def chart(self) -> Chart:
         """Loss over steps."""
-        marks: tuple[Mark, ...] = (Text(text="no loss yet: it appears after the first step"),)
-        note = ""
-        if len(self.series):
-            steps = self.series["step"].copy()
-            marks = (Line(role="loss", x=steps, y=self.series["loss"].copy(), faint=True),
-                     Line(role="loss_smooth", x=steps, y=self.series["smooth"].copy()))
-            note = f"{self.first:.3f} at step {steps[0]:.0f}, {self.last:.3f} at step {self.last_step}"
-        return Chart(key="loss", title="Loss", x_label="step", y_label="nats", marks=marks, note=note)
+        if not len(self.series):
+            return Chart(key="loss", title="Loss", x_label="step", y_label="nats",
+                         marks=(Text(text="no loss yet: it appears after the first step"),))
+        steps, losses = self.series["step"].copy(), self.series["loss"].copy()
+        finite = losses[np.isfinite(losses)]
+        low, high = (float(finite.min()), float(finite.max())) if len(finite) else (0.0, 1.0)
+        room = 0.06 * ((high - low) or 1.0)
+        return Chart(
+            key="loss", title="Loss", x_label="step", y_label="nats", value=short(self.last, 4),
+            legend=tuple((role, theme.label(role)) for role in ("loss", "loss_smooth")),
+            marks=(Line(role="loss", x=steps, y=losses, faint=True),
+                   Line(role="loss_smooth", x=steps, y=self.series["smooth"].copy())),
+            x_range=(float(steps[0]), float(steps[-1])), y_range=(low - room, high + room),
+            note=f"{self.first:.3f} at step {steps[0]:.0f}, {self.last:.3f} at step {self.last_step}")
 
 
 class StepPanel:
@@ -94,30 +102,32 @@ class StepPanel:
         parts = [ns / 1e6 for ns in step.split_ns()]
         self.series[step.rank].append(step.index, *parts, sum(parts))
 
-    def medians(self, last: int = 50) -> dict[str, float] | None:
-        """Median ms of each part over the last steps of all ranks; None before the first step."""
-        if not self.series:
+    def medians(self, last: int = 50, *, rank: int | None = None) -> dict[str, float] | None:
+        """Median ms of each part over the last steps of all ranks, or of one; None before the first step."""
+        chosen = self.series.values() if rank is None else [self.series[rank]] if rank in self.series else []
+        if not chosen:
             return None
-        recent = np.concatenate([series.rows(max(0, len(series) - last)) for series in self.series.values()])
+        recent = np.concatenate([series.rows(max(0, len(series) - last)) for series in chosen])
         columns = ("step", *TIME_PARTS, "total")
         return {name: float(value) for name, value in zip(columns, np.median(recent, axis=0), strict=True)
                 if name != "step"}
 
     def chart(self, rank: int = 0) -> Chart:
-        """One rank's step times, stacked."""
-        marks: tuple[Mark, ...] = (Text(text=f"no finished step on rank {rank} yet"),)
-        note, y_max = "", None
-        if rank in self.series:
-            series = self.series[rank]
-            y_max = robust_top(series["total"])
-            marks = (StackedArea(roles=TIME_PARTS, x=series["step"].copy(),
-                                 ys=np.stack([series[part] for part in TIME_PARTS])),)
-            median = self.medians() or {}
-            note = (f"median {median['total']:.1f} ms: compute {median['compute']:.1f}, "
-                    f"exposed sync {median['exposed']:.1f}, other {median['other_time']:.1f} "
-                    f"(last 50 steps, all ranks)")
-        return Chart(key="steps", title=f"Step time, rank {rank}", x_label="step", y_label="ms", marks=marks,
-                     note=note, y_max=y_max)
+        """One rank's step times, stacked; a step lasts until the next one's number."""
+        title, median = f"Step time, rank {rank}", self.medians(rank=rank)
+        if median is None:
+            return Chart(key="steps", title=title, x_label="step", y_label="ms", rank=rank,
+                         marks=(Text(text=f"no finished step on rank {rank} yet"),))
+        series = self.series[rank]
+        legend = tuple((part, f"{theme.label(part)} {short(median[part])}") for part in TIME_PARTS)
+        return Chart(
+            key="steps", title=title, x_label="step", y_label="ms", rank=rank,
+            value=f"{short(median['total'])} ms", legend=legend, caption="numbers: medians of the last 50 steps",
+            marks=(StackedArea(roles=TIME_PARTS, x=series["step"].copy(),
+                               ys=np.stack([series[part] for part in TIME_PARTS])),),
+            x_range=(float(series["step"][0]), float(series["step"][-1]) + 1),
+            y_range=(0.0, robust_top(series["total"])),
+            note=f"median {short(median['total'])} ms: {', '.join(text for _, text in legend)} (last 50 steps)")
 
 
 class MemoryPanel:
@@ -163,32 +173,42 @@ class MemoryPanel:
         return {name: float(series[name][-1]) for name in series.columns[1:] if series[name][-1] > 0}
 
     def chart(self, rank: int = 0) -> Chart:
-        """One rank's memory by category, stacked."""
-        marks: tuple[Mark, ...] = (Text(text=f"no memory gauge of rank {rank} yet"),)
-        if rank in self.series:
-            series = self.series[rank]
-            ys = np.stack([series[name] for name in CATEGORIES])
-            used = [part for part in range(len(CATEGORIES)) if ys[part].any()]
-            roles = tuple(CATEGORIES[part] for part in used)
-            marks = (StackedArea(roles=roles, x=series["seconds"].copy(), ys=ys[used]),)
-        now = self.latest(rank)
-        total, process = now.pop("total", 0.0), now.pop("process", None)
-        note = ", ".join([f"{total:.1f} MB in tensors"] + [f"{name} {now[name]:.1f}" for name in now]) if now else ""
-        if process is not None:
-            note += f"{'; ' if note else ''}whole process {process:.0f} MB"
-        return Chart(key="memory", title=f"Memory by category, rank {rank}", x_label="s", y_label="MB", marks=marks,
-                     note=note)
+        """One rank's memory by category, stacked; a gauge holds until the next."""
+        if rank not in self.series:
+            return Chart(key="memory", title=f"Memory, rank {rank}", x_label="s", y_label="MB", rank=rank,
+                         marks=(Text(text=f"no memory gauge of rank {rank} yet"),))
+        series = self.series[rank]
+        ys = np.stack([series[name] for name in CATEGORIES])
+        used = [part for part in range(len(CATEGORIES)) if ys[part].any()]
+        roles = tuple(CATEGORIES[part] for part in used)
+        total, process = float(series["total"][-1]), float(series["process"][-1])
+        legend = tuple((role, f"{theme.label(role)} {short(series[role][-1])}") for role in roles)
+        value = f"{short(total)} MB in tensors"
+        if np.isfinite(process):
+            value += f", process {short(process)} MB"
+        return Chart(
+            key="memory", title=f"Memory, rank {rank}", x_label="s", y_label="MB", rank=rank, value=value,
+            marks=(StackedArea(roles=roles, x=series["seconds"].copy(), ys=ys[used]),), legend=legend,
+            x_range=self._time(rank), y_range=(0.0, 1.1 * float(series["total"].max())),
+            note=f"{value}: {', '.join(text for _, text in legend)}" if legend else value)
+
+    def _time(self, rank: int) -> tuple[float, float]:
+        """Memory and utilization stand below each other: one axis."""
+        both = [held[rank] for held in (self.series, self.utilization) if rank in held]
+        return 0.0, max(float(series["seconds"][-1]) for series in both)
 
     def utilization_chart(self, rank: int = 0) -> Chart:
         """One rank's use of its core and its GPU."""
-        marks: tuple[Mark, ...] = (Text(text=f"utilization of rank {rank} is not measured yet"),)
-        note = ""
-        if rank in self.utilization:
-            series = self.utilization[rank]
-            measured = [name for name in GAUGES if not np.isnan(series[name]).all()]
-            marks = tuple(Line(role=name, x=series["seconds"].copy(), y=series[name].copy()) for name in measured)
-            said = {name: f"{series[name][-1]:.0f} %" if name in measured else "not measurable here"
-                    for name in GAUGES}
-            note = f"CPU {said['cpu']} of one core, GPU {said['gpu']}"
-        return Chart(key="utilization", title=f"Utilization, rank {rank}", x_label="s", y_label="%", marks=marks,
-                     note=note)
+        if rank not in self.utilization:
+            return Chart(key="utilization", title=f"Utilization, rank {rank}", x_label="s", y_label="%", rank=rank,
+                         marks=(Text(text=f"utilization of rank {rank} is not measured yet"),))
+        series = self.utilization[rank]
+        measured = [name for name in GAUGES if not np.isnan(series[name]).all()]
+        highest = max((float(np.nanmax(series[name])) for name in measured), default=100.0)
+        said = {name: f"{series[name][-1]:.0f} %" if name in measured else "not measurable here" for name in GAUGES}
+        value = f"CPU core {said['cpu']}, GPU {said['gpu']}"
+        return Chart(
+            key="utilization", title=f"Utilization, rank {rank}", x_label="s", y_label="%", rank=rank, value=value,
+            marks=tuple(Line(role=name, x=series["seconds"].copy(), y=series[name].copy()) for name in measured),
+            legend=tuple((name, theme.label(name)) for name in measured), note=value,
+            x_range=self._time(rank), y_range=(0.0, 1.08 * max(100.0, highest)))

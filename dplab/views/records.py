@@ -74,13 +74,37 @@ Mark = Line | StackedArea | Lanes | Bars | Text
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Chart:
-    """Marks on common axes. `note` is one sentence: the number that the picture stands for, and its definition."""
+    """Marks on common axes, and every word and scale around them, so that all renderers say and show the same."""
 
     key: str
     title: str
     x_label: str
     y_label: str
     marks: tuple[Mark, ...]
+    value: str = ""
+    """the number that the picture stands for, beside its title"""
     note: str = ""
-    y_max: float | None = None
-    """top of the scale where the marks may pass it; None: they all fit"""
+    """the picture in one sentence, where there is none: text displays, screen readers, diffs"""
+    caption: str = ""
+    """small print below the picture: a definition"""
+    legend: tuple[tuple[str, str], ...] = ()
+    """(role, text); empty: the roles of the marks with their own labels"""
+    x_range: tuple[float, float] | None = None
+    y_range: tuple[float, float] | None = None
+    """ends of the scales; None: what the marks need"""
+    rank: int | None = None
+    """the rank that is shown; None: all of them"""
+
+    @property
+    def words(self) -> str | None:
+        """What stands in the place of a picture; None where there is one."""
+        return next((mark.text for mark in self.marks if isinstance(mark, Text)), None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Head:
+    """The line above a board: the run's state, facts as (name, value), and what is wrong, if anything is."""
+
+    state: str
+    facts: tuple[tuple[str, str], ...]
+    problem: str | None = None

@@ -14,30 +14,40 @@ from html import escape
 import numpy as np
 
 from dplab.views import theme
-from dplab.views.records import Bars, Chart, Floats, Lanes, Line, StackedArea, Text
+from dplab.views.records import Bars, Chart, Floats, Head, Lanes, Line, StackedArea
+from dplab.views.words import short
 
-WIDTH, HEIGHT = 480, 285
-_LEFT, _RIGHT, _TOP, _BOTTOM = 56, 16, 44, 62
-_SMALL_TOP, _SMALL_BOTTOM = 24, 34
-_UPPER_SHARE = 0.62
+WIDTH, HEIGHT = 480, 275
+_LEFT, _RIGHT, _TOP, _BOTTOM = 50, 14, 56, 22
+_SMALL_TOP = 38
+_UPPER_SHARE = 0.6
+_LETTER = 6.6
+"""width of a letter at size 12, a guess: whatever font there is, a little room is left"""
 _MAX_POINTS = 300
 _FONT = "font-family='system-ui, sans-serif'"
 
 
-def svg(cells: Sequence[Chart | tuple[Chart, Chart]], *, title: str = "", columns: int = 2) -> str:
-    """Charts in a grid below a title, as the text of an SVG document; a pair shares a cell, the second is smaller."""
-    head = 26 if title else 0
+def svg(cells: Sequence[Chart | tuple[Chart, Chart]], *, title: str = "", head: Head | None = None,
+        columns: int = 2) -> str:
+    """Charts in a grid, as the text of an SVG document; a pair shares a cell, the second is smaller.
+
+    `head` is the line above; without one it is the title, which else is only told in the alternative text.
+    """
+    top = 30 + 14 * len(_problem(head)) if head or title else 0
     rows = math.ceil(len(cells) / columns)
-    width, height = WIDTH * columns, head + HEIGHT * rows
+    width, height = WIDTH * columns, top + HEIGHT * rows
     charts = [chart for cell in cells for chart in (cell if isinstance(cell, tuple) else (cell,))]
-    alt = escape(". ".join([title, *(f"{chart.title}: {chart.note}" for chart in charts)]), quote=True)
+    said = [*([title] if title else []), *(f"{chart.title}: {chart.words or chart.note}" for chart in charts)]
+    alt = escape(". ".join(said), quote=True)
     parts = [f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {width} {height}' width='100%' "
              f"style='max-width:{width}px' role='img' aria-label='{alt}' {_FONT} font-size='11' "
              f"fill='{theme.TEXT}'>", _HATCH]
-    if title:
+    if head is not None:
+        parts.append(_head(head))
+    elif title:
         parts.append(f"<text x='8' y='17' font-size='14' font-weight='600'>{escape(title)}</text>")
     for index, cell in enumerate(cells):
-        x, y = WIDTH * (index % columns), head + HEIGHT * (index // columns)
+        x, y = WIDTH * (index % columns), top + HEIGHT * (index // columns)
         if isinstance(cell, tuple):
             upper = round(HEIGHT * _UPPER_SHARE)
             drawn = (f"{_chart(cell[0], upper)}<g transform='translate(0 {upper})'>"
@@ -65,27 +75,48 @@ class _Axis:
         share = (np.asarray(values, dtype=np.float64) - self.low) / (self.high - self.low)
         return np.round(self.start + share * (self.end - self.start), 1)
 
-    def ticks(self, about: int = 5) -> list[float]:
+    def ticks(self, about: int) -> list[float]:
+        """Round values, about as many as asked for; the live board's rule."""
         raw = (self.high - self.low) / about
         power = 10.0 ** math.floor(math.log10(raw))
-        step = next(nice * power for nice in (1, 2, 5, 10) if nice * power >= raw)
+        step = next(nice * power for nice in (1, 2, 5, 10) if nice * power >= 0.75 * raw)
         first = math.ceil(self.low / step - 1e-9)
         return [tick * step for tick in range(first, math.floor(self.high / step + 1e-9) + 1)]
 
 
+def _head(head: Head) -> str:
+    """The live board's first line: a pill with the state, then facts, and below them what is wrong."""
+    width = _LETTER * len(head.state) + 20
+    facts = "".join(f"<tspan dx='{16 * (index > 0)}'>{escape(name)} </tspan>"
+                    f"<tspan font-weight='600'>{escape(value)}</tspan>"
+                    for index, (name, value) in enumerate(head.facts))
+    parts = [f"<rect x='8' y='3' width='{width:.0f}' height='18' rx='9' "
+             f"fill='{theme.STATES.get(head.state, theme.OTHER_STATE)}'/>",
+             f"<text x='{8 + width / 2:.0f}' y='16' text-anchor='middle' font-weight='600' fill='#fff'>"
+             f"{escape(head.state)}</text>",
+             f"<text x='{8 + width + 14:.0f}' y='16' font-size='12'>{facts}</text>"]
+    parts += [f"<text x='8' y='{36 + 14 * line}' fill='{theme.STATES['failed']}'>{escape(text)}</text>"
+              for line, text in enumerate(_problem(head))]
+    return "".join(parts)
+
+
+def _problem(head: Head | None) -> list[str]:
+    return textwrap.wrap(head.problem, 150)[:3] if head is not None and head.problem is not None else []
+
+
 def _chart(chart: Chart, height: int, *, small: bool = False) -> str:
     parts = [f"<text x='8' y='15' font-size='12' font-weight='600'>{escape(chart.title)}</text>"]
-    if small:  # no room for a legend and a caption: what they say stands beside the title
-        parts.append(f"<text x='{WIDTH - _RIGHT}' y='15' text-anchor='end'>{escape(chart.note)}</text>")
-    else:
-        for line, text in enumerate(textwrap.wrap(chart.note, 84)[:2]):
-            parts.append(f"<text x='8' y='{height - 20 + 13 * line}'>{escape(text)}</text>")
-    words = next((mark.text for mark in chart.marks if isinstance(mark, Text)), None)
-    if words is not None:
-        return "".join([*parts, f"<text x='{WIDTH / 2}' y='{height / 2}' text-anchor='middle' "
-                                f"font-style='italic'>{escape(words)}</text>"])
-    top, bottom = (_SMALL_TOP, height - _SMALL_BOTTOM) if small else (_TOP, height - _BOTTOM)
-    x, y = _axes(chart, top, bottom)
+    if chart.value:
+        parts.append(f"<text x='{WIDTH - _RIGHT}' y='15' text-anchor='end'>{escape(chart.value)}</text>")
+    if chart.words is not None:
+        return "".join([*parts, f"<text x='{WIDTH / 2}' y='{height / 2 + 10}' text-anchor='middle' "
+                                f"font-style='italic'>{escape(chart.words)}</text>"])
+    caption = textwrap.wrap(chart.caption, 84)[:2]
+    for line, text in enumerate(caption):
+        parts.append(f"<text x='8' y='{height - 6 - 13 * (len(caption) - 1 - line)}' font-size='10.5'>"
+                     f"{escape(text)}</text>")
+    bottom = height - _BOTTOM - 13 * len(caption) - 4 * bool(caption)
+    x, y = _axes(chart, _SMALL_TOP if small else _TOP, bottom)
     parts.append(_grid(chart, x, y, small=small))
     roles: list[str] = []
     for mark in chart.marks:
@@ -96,12 +127,13 @@ def _chart(chart: Chart, height: int, *, small: bool = False) -> str:
             roles += mark.roles
             parts.append(_area(mark, x, y))
         elif isinstance(mark, Lanes):
-            roles += [mark.roles[int(kind)] for kind in np.unique(mark.kind)]
+            roles += mark.roles
             parts.append(_lanes(mark, x, y))
         elif isinstance(mark, Bars):
             roles += mark.roles
             parts.append(_bars(mark, y))
-    return "".join([*parts, "" if small else _legend(roles)])
+    legend = chart.legend or tuple((role, theme.label(role)) for role in dict.fromkeys(roles))
+    return "".join([*parts, "" if small else _legend(legend)])
 
 
 def _axes(chart: Chart, top: int, bottom: int) -> tuple[_Axis, _Axis]:
@@ -112,8 +144,7 @@ def _axes(chart: Chart, top: int, bottom: int) -> tuple[_Axis, _Axis]:
             xs += [np.nanmin(mark.x), np.nanmax(mark.x)]
             finite = mark.y[np.isfinite(mark.y)]
             if len(finite):
-                low = finite.min() if chart.key == "loss" else min(0.0, finite.min())
-                ys += [low, finite.max() * (1 if chart.key == "loss" else 1.05)]
+                ys += [min(0.0, finite.min()), 1.05 * finite.max()]
         elif isinstance(mark, StackedArea):
             xs += [mark.x.min(), mark.x.max()]
             ys += [0.0, 1.08 * float(mark.ys.sum(axis=0).max(initial=0.0))]
@@ -121,8 +152,9 @@ def _axes(chart: Chart, top: int, bottom: int) -> tuple[_Axis, _Axis]:
             xs += [0.0, float(mark.end.max(initial=1.0))]
         elif isinstance(mark, Bars):
             ys += [0.0, 1.08 * float(mark.values.sum(axis=0).max(initial=0.0))]
-    return (_Axis(min(xs, default=0), max(xs, default=1), _LEFT, WIDTH - _RIGHT),
-            _Axis(min(ys, default=0), chart.y_max or max(ys, default=1), bottom, top))
+    left, right = chart.x_range or (min(xs, default=0), max(xs, default=1))
+    low, high = chart.y_range or (min(ys, default=0), max(ys, default=1))
+    return _Axis(left, right, _LEFT, WIDTH - _RIGHT), _Axis(low, high, bottom, top)
 
 
 def _grid(chart: Chart, x: _Axis, y: _Axis, *, small: bool) -> str:
@@ -131,13 +163,15 @@ def _grid(chart: Chart, x: _Axis, y: _Axis, *, small: bool) -> str:
     if not any(isinstance(mark, Lanes) for mark in chart.marks):
         for tick in y.ticks(2 if small else 4):
             parts.append(f"<path d='M{_LEFT} {y(tick)}H{WIDTH - _RIGHT}' stroke='{theme.GRID}'/>"
-                         f"<text x='{_LEFT - 5}' y='{y(tick) + 4}' text-anchor='end'>{tick:g}</text>")
-        parts.append(f"<text x='8' y='{y.end + 4}'>{escape(chart.y_label)}</text>")
+                         f"<text x='{_LEFT - 5}' y='{y(tick) + 4}' text-anchor='end'>{short(tick, 5)}</text>")
+        parts.append(f"<text x='{_LEFT - 5}' y='{y.end - 10}' text-anchor='end'>{escape(chart.y_label)}</text>")
     if not bars:
-        for tick in x.ticks(7):
-            parts.append(f"<path d='M{x(tick)} {y.end}V{y.start}' stroke='{theme.GRID}'/>"
-                         f"<text x='{x(tick)}' y='{y.start + 13}' text-anchor='middle'>{tick:g}</text>")
-        parts.append(f"<text x='8' y='{y.start + 13}'>{escape(chart.x_label)}</text>")
+        right = WIDTH - _RIGHT
+        for tick in x.ticks(6):
+            parts.append(f"<path d='M{x(tick)} {y.end}V{y.start}' stroke='{theme.GRID}'/>")
+            if x(tick) < right - _LETTER * len(chart.x_label) - 20:  # the unit stands there
+                parts.append(f"<text x='{x(tick)}' y='{y.start + 14}' text-anchor='middle'>{short(tick, 5)}</text>")
+        parts.append(f"<text x='{right}' y='{y.start + 14}' text-anchor='end'>{escape(chart.x_label)}</text>")
     return "".join(parts)
 
 
@@ -159,17 +193,23 @@ def _line(mark: Line, x: _Axis, y: _Axis) -> str:
 
 
 def _area(mark: StackedArea, x: _Axis, y: _Axis) -> str:
+    """Stairs: every value holds until the next x, the last one to the end of the scale."""
     some = _fewer(len(mark.x))
-    xs, tops = mark.x[some], np.minimum(np.cumsum(mark.ys[:, some], axis=0), y.high)
-    if len(xs) == 1:  # one column is a bar of the whole width
-        xs, tops = np.array([x.low, x.high]), np.repeat(tops, 2, axis=1)
-    floor = np.zeros(len(xs))
+    edges = x(np.append(mark.x[some], x.high))
+    tops = y(np.minimum(np.cumsum(mark.ys[:, some], axis=0), y.high))
+    floor = np.full(len(edges) - 1, y(0.0))
     parts = []
     for role, top in zip(mark.roles, tops, strict=True):
-        points = _points(x(np.concatenate([xs, xs[::-1]])), y(np.concatenate([top, floor[::-1]])))
-        parts.append(_filled(f"<polygon points='{points}'", role))
+        up, down = _stairs(edges, top), _stairs(edges[::-1], floor[::-1])
+        parts.append(_filled(f"<path d='M{edges[0]:g} {floor[0]:g}{up}{down}Z'", role))
         floor = top
     return "".join(parts)
+
+
+def _stairs(edges: Floats, levels: Floats) -> str:
+    """Steps at `levels` between neighbouring `edges`, in the order given; equal neighbours are one step."""
+    last = np.append(levels[1:] != levels[:-1], True)
+    return "".join(f"V{level:g}H{edge:g}" for level, edge in zip(levels[last], edges[1:][last], strict=True))
 
 
 def _lanes(mark: Lanes, x: _Axis, y: _Axis) -> str:
@@ -201,7 +241,7 @@ def _bars(mark: Bars, y: _Axis) -> str:
                                  f"height='{bottom - top:.1f}'", role))
             floor += value
         middle = left + 0.3 * slot
-        parts.append(f"<text x='{middle:.1f}' y='{y(floor) - 3}' text-anchor='middle'>{floor:.3g}</text>"
+        parts.append(f"<text x='{middle:.1f}' y='{y(floor) - 3}' text-anchor='middle'>{short(floor)}</text>"
                      f"<text x='{middle:.1f}' y='{y.start + 13}' text-anchor='middle'>{escape(name)}</text>")
     return "".join(parts)
 
@@ -212,9 +252,9 @@ def _filled(shape: str, role: str, inside: str = "") -> str:
     return filled + f"{shape} fill='url(#hatch)'{end}" if role in theme.HATCHED else filled
 
 
-def _legend(roles: list[str]) -> str:
+def _legend(entries: Sequence[tuple[str, str]]) -> str:
     """One line of text, so that entries follow each other in whatever font there is."""
-    entries = "".join(f"<tspan fill='{theme.color(role)}' dx='{4 * (index > 0)}'>"
-                      f"{'▨' if role in theme.HATCHED else '■'}</tspan> {escape(theme.label(role))}"
-                      for index, role in enumerate(dict.fromkeys(roles)))
-    return f"<text x='8' y='31' font-size='10'>{entries}</text>"
+    said = "".join(f"<tspan fill='{theme.color(role)}' dx='{4 * (index > 0)}'>"
+                   f"{'▨' if role in theme.HATCHED else '■'}</tspan> {escape(text)}"
+                   for index, (role, text) in enumerate(entries))
+    return f"<text x='8' y='31' font-size='10'>{said}</text>"

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from dplab.telemetry.events import Event
+from dplab.views import theme
 from dplab.views.panels import SHOWN_RANKS
-from dplab.views.records import Chart, Lanes, Mark, Text
+from dplab.views.records import Chart, Lanes, Text
 from dplab.views.steps import WORK, Step
+from dplab.views.words import percent
 
 KEPT_STEPS = 32
 """Steps of a rank that wait for the other ranks' files to be read."""
@@ -18,7 +20,9 @@ WIRE_ROWS = 2
 """Fixed, so that the picture keeps its shape from step to step; what needs more overlaps."""
 ROLES = ("forward", "backward", "step_optimizer", "waiting", "reduce", "gather", "exposed")
 _WORK_ROLE = {"forward": "forward", "backward": "backward", "optimizer": "step_optimizer"}
-DEFINITION = "overlap = 1 - exposed / total: the share of communication time in which the ranks went on computing"
+DEFINITION = "overlap = 1 - exposed / total: the share of the wire's time in which the ranks went on computing"
+LEGEND = tuple((role, theme.label(role)) for role in ROLES)
+"""Always whole, so that the picture below it does not jump from step to step."""
 
 
 @dataclass
@@ -63,12 +67,15 @@ class SyncPanel:
         """Lanes of the newest complete step."""
         steps = self._latest()
         if not steps:
-            mark: Mark = Text(text="no step is complete on every rank yet")
-            return Chart(key="sync", title="Gradient synchronisation", x_label="ms", y_label="", marks=(mark,))
-        overlap = self.overlap()
-        note = "nothing was sent in this step" if overlap is None else f"overlap {100 * overlap:.0f} %; {DEFINITION}"
-        return Chart(key="sync", title=f"Gradient synchronisation, step {steps[0].index}", x_label="ms",
-                     y_label="", marks=(lanes(steps),), note=note)
+            return Chart(key="sync", title="Gradient synchronisation", x_label="ms", y_label="",
+                         marks=(Text(text="no step is complete on every rank yet"),))
+        overlap, mark = self.overlap(), lanes(steps)
+        value = "nothing was sent" if overlap is None else f"overlap {percent(overlap)}"
+        return Chart(
+            key="sync", title=f"Gradient synchronisation, step {steps[0].index}", x_label="ms", y_label="",
+            marks=(mark,), value=value, legend=LEGEND, caption=DEFINITION,
+            x_range=(0.0, float(mark.end.max(initial=0.0)) or 1.0),
+            note=value if overlap is None else f"{value}; {DEFINITION}")
 
     def _latest(self) -> list[Step]:
         index = self.step

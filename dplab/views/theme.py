@@ -38,6 +38,11 @@ TEXT = "#767676"
 GRID = "rgba(128,128,128,0.25)"
 
 
+STATES = {"running": "#00704F", "stopping": "#00704F", "failed": "#B34700", "damaged": "#B34700"}
+"""Ground of the pill that says a run's state, with white text on it."""
+OTHER_STATE = "#5F5F5F"
+
+
 def color(role: str) -> str:
     """The role's colour as `#RRGGBB`."""
     return ROLES[role][0]

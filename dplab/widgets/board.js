@@ -1,10 +1,8 @@
-// The live board: columns come in as float32, four panels are drawn on canvas. The page applies every message and
-// drops only redraws: the next one waits as long as the last one took, so that a slow page lags by one redraw at most.
+// The live board: columns come in as float32, five pictures are drawn on canvas. Every word and every scale comes with
+// the message, so that the still picture says the same. The page applies every message and drops only redraws: the next
+// one waits as long as the last one took, so that a slow page lags by one redraw at most.
 
-const TIME_PARTS = ["compute", "exposed", "other_time"];
-const MEMORY = ["params", "grads", "optimizer", "master", "gathered", "buckets", "activations", "other"];
-const GAUGES = ["cpu", "gpu"];
-const LEFT = 50, RIGHT = 12, TOP = 8, BOTTOM = 22;
+const LEFT = 50, RIGHT = 12, TOP = 20, BOTTOM = 22;
 
 function node(tag, className, text) {
   const made = document.createElement(tag);
@@ -14,15 +12,15 @@ function node(tag, className, text) {
 }
 
 function short(value, digits = 3) {
-  if (value === null || value === undefined || !isFinite(value)) return "–";
-  if (Math.abs(value) >= 10000) return Math.round(value).toLocaleString("en");
+  if (!isFinite(value)) return "–";
+  if (Math.abs(value) >= 1000) return Math.round(value).toLocaleString("en");
   return String(Number(value.toPrecision(digits)));
 }
 
 // ---- data ----------------------------------------------------------------------------------------------------------
 
 class Store {
-  constructor() { this.series = new Map(); this.status = {}; this.notes = {}; this.sync = null; this.seq = 0; }
+  constructor() { this.series = new Map(); this.status = {}; this.charts = {}; this.sync = null; this.seq = 0; }
 
   // Applies a message; false where rows are missing and a keyframe is needed.
   apply(content, view) {
@@ -30,7 +28,8 @@ class Store {
     if (content.keyframe) this.series.clear();
     this.seq = content.seq;
     Object.assign(this.status, content.status);
-    this.notes = content.notes;
+    for (const [name, said] of Object.entries(content.charts))
+      this.charts[name] = Object.assign(this.charts[name] || {}, said);
     if (content.sync) this.sync = content.sync;
     const floats = new Float32Array(view.buffer.slice(view.byteOffset, view.byteOffset + view.byteLength));
     let offset = 0;
@@ -77,7 +76,8 @@ class Plot {
     return c;
   }
 
-  axes([x0, x1], [y0, y1], { yTicks = 4, xTicks = 6, unit = "" } = {}) {
+  axes(chart, { yTicks = 4, rows = 0 } = {}) {
+    let [x0, x1] = chart.x, [y0, y1] = rows ? [rows, 0] : chart.y;
     if (!(x1 > x0)) { x0 -= 0.5; x1 += 0.5; }
     if (y1 === y0) { y0 -= 0.5; y1 += 0.5; }
     const right = this.width - RIGHT, bottom = this.height - BOTTOM;
@@ -87,17 +87,18 @@ class Plot {
     const c = this.context;
     c.strokeStyle = this.grid; c.fillStyle = this.ink; c.lineWidth = 1; c.beginPath();
     c.textAlign = "right"; c.textBaseline = "middle";
-    if (yTicks) for (const tick of ticks(y0, y1, yTicks)) {
+    if (!rows) for (const tick of ticks(y0, y1, yTicks)) {
       c.moveTo(LEFT, this.y(tick)); c.lineTo(right, this.y(tick));
       c.fillText(short(tick), LEFT - 5, this.y(tick));
     }
+    c.textBaseline = "alphabetic"; c.fillText(chart.y_label, LEFT - 5, TOP - 10);
     c.textAlign = "center"; c.textBaseline = "top";
-    const room = right - c.measureText(unit).width - 14;
-    for (const tick of ticks(x0, x1, xTicks)) {
+    const room = right - c.measureText(chart.x_label).width - 20;
+    for (const tick of ticks(x0, x1, 6)) {
       c.moveTo(this.x(tick), TOP); c.lineTo(this.x(tick), bottom);
       if (this.x(tick) < room) c.fillText(short(tick, 5), this.x(tick), bottom + 5);
     }
-    c.textAlign = "right"; c.fillText(unit, right, bottom + 5);
+    c.textAlign = "right"; c.fillText(chart.x_label, right, bottom + 5);
     c.stroke();
   }
 
@@ -168,23 +169,10 @@ function hatch(context) {
 
 function ticks(low, high, about) {
   const raw = (high - low) / about, power = 10 ** Math.floor(Math.log10(raw));
-  const step = [1, 2, 5, 10].map((nice) => nice * power).find((nice) => nice >= raw * 0.999);
+  const step = [1, 2, 5, 10].map((nice) => nice * power).find((nice) => nice >= 0.75 * raw);
   const found = [];
   for (let tick = Math.ceil(low / step - 1e-9); tick <= high / step + 1e-9; tick++) found.push(tick * step);
   return found;
-}
-
-function range(values) {
-  let low = Infinity, high = -Infinity;
-  for (const value of values) if (isFinite(value)) { low = Math.min(low, value); high = Math.max(high, value); }
-  return low > high ? [0, 1] : [low, high];
-}
-
-// The top of a scale that a few slow first steps do not flatten.
-function robustTop(values) {
-  const sorted = Array.from(values).sort((a, b) => a - b);
-  const high = sorted[sorted.length - 1], usual = sorted[Math.floor(0.95 * (sorted.length - 1))];
-  return 1.15 * (high > 2 * usual && usual > 0 ? 1.3 * usual : high);
 }
 
 function nearest(xs, x) {
@@ -193,149 +181,83 @@ function nearest(xs, x) {
   return best;
 }
 
+// Parts of a whole over time; the legend's roles are the columns.
+function stacked(say) {
+  return (plot, chart, held) => {
+    const roles = chart.legend.map(([role]) => role), x = held.step || held.seconds;
+    plot.axes(chart);
+    plot.stack(roles, x, roles.map((role) => held[role]));
+    plot.inspect = (pixel) => {
+      let i = nearest(x, plot.xInverse(pixel));
+      if (i > 0 && x[i] > plot.xInverse(pixel)) i--;
+      const parts = roles.map((role) => `${plot.roles[role][1]} ${short(held[role][i])}`);
+      return `${say(x[i])}: ${short(held.total[i])} ${chart.y_label} = ${parts.join(" + ")}`;
+    };
+  };
+}
+
 const PANELS = {
-  loss: {
-    title: () => "Loss", legend: () => ["loss", "loss_smooth"], waiting: "the loss appears after the first step",
-    value: (store) => short(store.status.loss, 4),
-    draw(plot, store) {
-      const held = store.series.get("loss");
-      if (!held || !held.rows) return false;
-      const [low, high] = range(held.loss), pad = 0.06 * (high - low || 1);
-      plot.axes([held.step[0], held.step[held.rows - 1]], [low - pad, high + pad], { unit: "step" });
-      plot.line("loss", held.step, held.loss, true);
-      plot.line("loss_smooth", held.step, held.smooth);
-      plot.inspect = (x) => {
-        const i = nearest(held.step, plot.xInverse(x));
-        return `step ${held.step[i]}: loss ${short(held.loss[i], 4)}, smoothed ${short(held.smooth[i], 4)}`;
-      };
-      return true;
-    },
+  loss(plot, chart, held) {
+    plot.axes(chart);
+    plot.line("loss", held.step, held.loss, true);
+    plot.line("loss_smooth", held.step, held.smooth);
+    plot.inspect = (x) => {
+      const i = nearest(held.step, plot.xInverse(x));
+      return `step ${held.step[i]}: loss ${short(held.loss[i], 4)}, smoothed ${short(held.smooth[i], 4)}`;
+    };
   },
-  steps: {
-    title: (rank) => `Step time, rank ${rank}`, legend: () => TIME_PARTS, waiting: "no step has ended yet",
-    value: (store) => (store.status.step_ms ? `${short(store.status.step_ms)} ms` : "–"),
-    draw(plot, store, rank) {
-      const held = store.series.get(`steps/${rank}`);
-      if (!held || !held.rows) return false;
-      plot.axes([held.step[0], held.step[held.rows - 1] + 1], [0, robustTop(held.total)], { unit: "step" });
-      plot.stack(TIME_PARTS, held.step, TIME_PARTS.map((part) => held[part]));
-      plot.inspect = (x) => {
-        const i = nearest(held.step, plot.xInverse(x));
-        return `step ${held.step[i]}: ${short(held.total[i])} ms = compute ${short(held.compute[i])} `
-          + `+ exposed sync ${short(held.exposed[i])} + other ${short(held.other_time[i])}`;
-      };
-      return true;
-    },
-  },
-  sync: {
-    title: (rank, store) => "Gradient synchronisation" + (store.sync ? `, step ${store.sync.step}` : ""),
-    legend: (store, spec) => spec.lane_roles, waiting: "no step is complete on every rank yet",
-    value: (store) => (store.status.overlap == null ? "–" : `overlap ${Math.round(100 * store.status.overlap)} %`),
-    draw(plot, store, rank) {
-      const held = store.series.get("sync"), sync = store.sync;
-      if (!held || !sync || !held.rows) return false;
-      const first = [0];
-      for (const rows of sync.rows) first.push(first[first.length - 1] + rows);
-      plot.axes([0, range(held.end)[1]], [first[first.length - 1], 0], { yTicks: 0, unit: "ms" });
-      const c = plot.context, height = Math.abs(plot.y(1) - plot.y(0)), boxes = [];
-      c.textAlign = "right"; c.textBaseline = "middle"; c.fillStyle = plot.ink;
-      sync.names.forEach((name, lane) => c.fillText(name, LEFT - 5, plot.y(first[lane] + sync.rows[lane] / 2)));
-      for (let i = 0; i < held.rows; i++) {
-        const role = sync.roles[held.kind[i]], thin = role === "waiting" ? 0.5 : 0.84;
-        const box = [plot.x(held.start[i]), plot.y(first[held.lane[i]] + held.row[i] + (1 - thin) / 2)];
-        box.push(Math.max(1, plot.x(held.end[i]) - box[0]), height * thin);
-        c.beginPath(); c.rect(...box);
-        plot.fill(role);
-        if (role === "reduce" || role === "gather") {
-          c.strokeStyle = plot.ground; c.lineWidth = 1; c.stroke();
-        }
-        boxes.push(box);
+  steps: stacked((step) => `step ${step}`),
+  sync(plot, chart, held, sync) {
+    const first = [0];
+    for (const rows of sync.rows) first.push(first[first.length - 1] + rows);
+    plot.axes(chart, { rows: first[first.length - 1] });
+    const c = plot.context, height = Math.abs(plot.y(1) - plot.y(0)), boxes = [];
+    c.textAlign = "right"; c.textBaseline = "middle"; c.fillStyle = plot.ink;
+    sync.names.forEach((name, lane) => c.fillText(name, LEFT - 5, plot.y(first[lane] + sync.rows[lane] / 2)));
+    for (let i = 0; i < held.rows; i++) {
+      const role = sync.roles[held.kind[i]], thin = role === "waiting" ? 0.5 : 0.84;
+      const box = [plot.x(held.start[i]), plot.y(first[held.lane[i]] + held.row[i] + (1 - thin) / 2)];
+      box.push(Math.max(1, plot.x(held.end[i]) - box[0]), height * thin);
+      c.beginPath(); c.rect(...box);
+      plot.fill(role);
+      if (role === "reduce" || role === "gather") {
+        c.strokeStyle = plot.ground; c.lineWidth = 1; c.stroke();
       }
-      plot.inspect = (x, y) => {
-        for (let i = boxes.length - 1; i >= 0; i--) {
-          const [left, top, w, h] = boxes[i];
-          if (x >= left - 1 && x <= left + w + 1 && y >= top && y <= top + h) return sync.texts[i];
-        }
-        return "";
-      };
-      return true;
-    },
+      boxes.push(box);
+    }
+    plot.inspect = (x, y) => {
+      for (let i = boxes.length - 1; i >= 0; i--) {
+        const [left, top, w, h] = boxes[i];
+        if (x >= left - 1 && x <= left + w + 1 && y >= top && y <= top + h) return sync.texts[i];
+      }
+      return "";
+    };
   },
-  memory: {
-    title: (rank) => `Memory by category, rank ${rank}`, waiting: "no memory gauge yet",
-    legend: (store, spec, rank) => {
-      const held = store.series.get(`memory/${rank}`);
-      return held ? MEMORY.filter((name) => held[name].some((value) => value > 0)) : [];
-    },
-    value(store, rank) {
-      const held = store.series.get(`memory/${rank}`);
-      if (!held || !held.rows) return "–";
-      const process = held.process[held.rows - 1];
-      return `${short(held.total[held.rows - 1])} MB`
-        + (isFinite(process) ? ` in tensors, process ${short(process)} MB` : " in tensors");
-    },
-    draw(plot, store, rank) {
-      const held = store.series.get(`memory/${rank}`);
-      if (!held || !held.rows) return false;
-      const used = MEMORY.filter((name) => held[name].some((value) => value > 0));
-      plot.axes(seconds(store, rank), [0, 1.1 * range(held.total)[1]], { unit: "MB over s" });
-      plot.stack(used, held.seconds, used.map((name) => held[name]));
-      plot.inspect = (x) => {
-        const i = nearest(held.seconds, plot.xInverse(x));
-        return `${short(held.seconds[i])} s: ${short(held.total[i])} MB = `
-          + used.map((name) => `${name} ${short(held[name][i])}`).join(" + ");
-      };
-      return true;
-    },
-  },
-  utilization: {
-    title: (rank) => `Utilization, rank ${rank}`, waiting: "not measured yet",
-    legend: (store, spec, rank) => measured(store, rank),
-    value(store, rank) {
-      const held = store.series.get(`utilization/${rank}`);
-      if (!held || !held.rows) return "–";
-      const known = measured(store, rank);
-      return GAUGES.map((name) => name.toUpperCase() + (known.includes(name)
-        ? ` ${Math.round(held[name][held.rows - 1])} %` : ": not measurable here")).join(", ");
-    },
-    draw(plot, store, rank) {
-      const held = store.series.get(`utilization/${rank}`), known = measured(store, rank);
-      if (!known.length) return false;
-      const top = Math.max(100, ...known.map((name) => range(held[name])[1]));
-      plot.axes(seconds(store, rank), [0, 1.08 * top], { yTicks: 2, unit: "% over s" });
-      for (const name of known) plot.line(name, held.seconds, held[name]);
-      plot.inspect = (x) => {
-        const i = nearest(held.seconds, plot.xInverse(x));
-        return `${short(held.seconds[i])} s: ` + known.map((name) => `${name} ${short(held[name][i])} %`).join(", ");
-      };
-      return true;
-    },
+  memory: stacked((second) => `${short(second)} s`),
+  utilization(plot, chart, held) {
+    plot.axes(chart, { yTicks: 2 });
+    for (const [name] of chart.legend) plot.line(name, held.seconds, held[name]);
+    plot.inspect = (x) => {
+      const i = nearest(held.seconds, plot.xInverse(x));
+      return `${short(held.seconds[i])} s: `
+        + chart.legend.map(([name, text]) => `${text.split(",")[0]} ${short(held[name][i])} %`).join(", ");
+    };
   },
 };
-
-function measured(store, rank) {
-  const held = store.series.get(`utilization/${rank}`);
-  return held ? GAUGES.filter((name) => held[name].some((value) => isFinite(value))) : [];
-}
-
-// Memory and utilization stand below each other: one time axis.
-function seconds(store, rank) {
-  const held = [store.series.get(`memory/${rank}`), store.series.get(`utilization/${rank}`)].filter((one) => one && one.rows);
-  return [0, Math.max(...held.map((one) => one.seconds[one.rows - 1]))];
-}
+const OF_A_RANK = ["steps", "memory", "utilization"];
 
 // ---- page ----------------------------------------------------------------------------------------------------------
 
 class Panel {
   constructor(key, spec) {
-    this.key = key; this.spec = spec; this.make = PANELS[key];
+    this.key = key; this.spec = spec; this.draw = PANELS[key];
     this.root = node("figure", `dplab-panel dplab-${key}`);
     const head = node("header");
     this.title = node("b"); this.value = node("span", "dplab-value");
     head.append(this.title, this.value);
     this.legend = node("div", "dplab-legend");
     this.canvas = node("canvas"); this.canvas.setAttribute("role", "img");
-    this.caption = node("figcaption", "", key === "sync" ? spec.definition : "");
+    this.caption = node("figcaption");
     this.root.append(head, this.legend, this.canvas, this.caption);
     this.plot = new Plot(this.canvas, spec.roles, spec.hatched);
     this.tip = node("div", "dplab-tip"); this.root.append(this.tip);
@@ -352,22 +274,30 @@ class Panel {
   }
 
   redraw(store, rank, style) {
-    this.title.textContent = this.make.title(rank, store);
-    this.value.textContent = this.make.value(store, rank);
+    const name = OF_A_RANK.includes(this.key) ? `${this.key}/${rank}` : this.key, chart = store.charts[name];
+    if (!chart) return;
+    this.title.textContent = chart.title;
+    this.value.textContent = this.value.title = chart.value;
+    this.caption.textContent = chart.caption;
     this.plot.begin(style);
-    if (!this.make.draw(this.plot, store, rank)) this.plot.words(this.make.waiting);
-    const roles = this.make.legend(store, this.spec, rank);
-    if (roles.join() !== this.roles) {
-      this.roles = roles.join();
-      this.legend.replaceChildren(...roles.map((role) => {
-        const [color, text] = this.spec.roles[role], entry = node("span", "", text), swatch = node("i");
-        swatch.style.background = this.spec.hatched.includes(role)
-          ? `repeating-linear-gradient(135deg, ${color} 0 2px, rgba(255,255,255,.75) 2px 3.5px)` : color;
-        entry.prepend(swatch);
-        return entry;
-      }));
-    }
-    this.canvas.setAttribute("aria-label", `${this.title.textContent}: ${store.notes[this.key] || this.make.waiting}`);
+    const held = store.series.get(name);
+    if (chart.words || !held || !held.rows) this.plot.words(chart.words || "");
+    else this.draw(this.plot, chart, held, store.sync);
+    this.say(chart.legend);
+    this.canvas.setAttribute("aria-label", `${chart.title}: ${chart.note}`);
+  }
+
+  say(legend) {
+    const text = JSON.stringify(legend);
+    if (text === this.said) return;
+    this.said = text;
+    this.legend.replaceChildren(...legend.map(([role, words]) => {
+      const color = this.spec.roles[role][0], entry = node("span", "", words), swatch = node("i");
+      swatch.style.background = this.spec.hatched.includes(role)
+        ? `repeating-linear-gradient(135deg, ${color} 0 2px, rgba(255,255,255,.75) 2px 3.5px)` : color;
+      entry.prepend(swatch);
+      return entry;
+    }));
   }
 }
 
@@ -386,12 +316,9 @@ function header(spec, send, redraw) {
   });
   root.append(state, facts, problem, rank, stop);
   const update = (status) => {
-    state.textContent = status.state; state.dataset.state = status.state;
-    facts.replaceChildren(...[
-      ["strategy", spec.strategy], ["ranks", spec.world_size], ["step", short(status.step, 6)],
-      ["loss", short(status.loss, 4)], ["tokens/s", short(status.tokens_per_s)],
-      ["overlap", status.overlap == null ? "–" : `${Math.round(100 * status.overlap)} %`],
-    ].map(([name, value]) => {
+    state.textContent = status.state;
+    state.style.background = spec.states[status.state] || "";
+    facts.replaceChildren(...status.facts.map(([name, value]) => {
       const fact = node("span", "", `${name} `);
       fact.append(node("b", "", value));
       return fact;
@@ -436,7 +363,7 @@ function render({ model, el }) {
   const top = header(spec, send, schedule);
   root.append(top.root, grid);
   grid.append(...panels.map((panel) => panel.root));
-  // utilization is the small second half of the memory panel
+  // utilization is the small second half of the memory panel, on the same time axis
   panels[3].root.append(panels[4].root);
   el.append(root);
   const first = model.get("snapshot");

@@ -23,16 +23,15 @@ except ImportError as error:
     raise UsageError(f"the live board needs {error.name}, which is not installed; install dplab's extra 'lab' "
                      f"(pip install 'dplab[lab]'), or read the run with run.events()") from error
 
+from dplab.telemetry.rundir import ENDED
 from dplab.views import theme
 from dplab.views.fold import Fold
 from dplab.views.panels import SHOWN_RANKS
+from dplab.views.records import Head
 from dplab.views.svg import svg
-from dplab.views.sync import DEFINITION, ROLES
 from dplab.widgets import frontend
 from dplab.widgets.feed import Feed
 
-FINAL = ("finished", "failed", "stopped")
-"""States of a run in which nothing more is written."""
 MAX_HZ = 4.0
 _KEYFRAME_S = 5.0
 _QUIET_S = 60.0
@@ -126,7 +125,7 @@ class Board(anywidget.AnyWidget):
         """The board as a still picture."""
         with self._guard:
             *three, memory, utilization = self._fold.charts(rank)
-            return svg([*three, (memory, utilization)], title=self._title())
+            return svg([*three, (memory, utilization)], title=self._title(), head=self._head())
 
     def figures(self, rank: int = 0) -> list[Any]:
         """The board's charts as plotly figures, to hover and zoom."""
@@ -221,7 +220,7 @@ class Board(anywidget.AnyWidget):
 
     def _over(self) -> bool:
         """True once the run has ended and everything that it wrote is read."""
-        if self.run.state not in FINAL:
+        if self.run.state not in ENDED:
             return False
         self._read()  # written between the last read and the end
         return True
@@ -233,16 +232,22 @@ class Board(anywidget.AnyWidget):
         spec = self.run.spec
         ranks = f"{spec.world_size} rank{'s' if spec.world_size > 1 else ''}"
         label = f"{spec.label}: " if spec.label else ""
-        return f"{label}{spec.strategy or 'own strategy'}, {ranks}, {self.run.state}"
+        return f"{label}{spec.strategy or 'its own strategy'}, {ranks}, {self.run.state}"
+
+    def _head(self) -> Head:
+        spec = self.run.spec
+        label = (("run", spec.label),) if spec.label else ()
+        return Head(state=self.run.state, problem=self._trouble(), facts=(
+            *label, ("strategy", spec.strategy or "its own"), ("ranks", str(spec.world_size)),
+            *self._fold.status().facts()))
 
     def _status(self) -> dict[str, Any]:
-        return {"state": self.run.state, "problem": self._trouble(), "title": self._title()}
+        head = self._head()
+        return {"state": head.state, "problem": head.problem, "facts": head.facts}
 
     def _spec(self) -> dict[str, Any]:
-        spec = self.run.spec
-        return {"strategy": spec.strategy or "own strategy", "world_size": spec.world_size,
-                "ranks": min(spec.world_size, SHOWN_RANKS), "path": str(self.run.path), "final": FINAL,
-                "roles": theme.ROLES, "hatched": theme.HATCHED, "lane_roles": ROLES, "definition": DEFINITION}
+        return {"ranks": min(self.run.spec.world_size, SHOWN_RANKS), "path": str(self.run.path), "final": ENDED,
+                "roles": theme.ROLES, "hatched": theme.HATCHED, "states": theme.STATES}
 
     # ---- the page ------------------------------------------------------------------------------------------------
 

@@ -1,9 +1,10 @@
 """The board's wire format: what changed since the last message, as one JSON object and one float32 buffer.
 
-A message is `{seq, keyframe, sent, status, parts, notes, sync}`. A part `{id, columns, start, rows, generation}` says
+A message is `{seq, keyframe, sent, status, charts, parts, sync}`. A part `{id, columns, start, rows, generation}` says
 that `rows` rows (row-major in the buffer, parts one after another) belong at row `start` of a series; `start` 0
-replaces it. `sync` is there when its step changed: names and texts of the lanes, whose columns are the part "sync".
-A page that misses rows asks for a keyframe, which carries everything.
+replaces it. `charts` holds the words and scales around each picture that are not what they were: the page draws the
+columns and says nothing of its own. `sync` is there when its step changed: names and texts of the lanes, whose columns
+are the part "sync". A page that misses rows asks for a keyframe, which carries everything.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from dplab.views.fold import Fold
+from dplab.views.panels import SHOWN_RANKS
 from dplab.views.records import Lanes
 from dplab.views.series import Series
 
@@ -28,12 +30,14 @@ class Feed:
         self._sequence = 0
         self._sent: dict[str, tuple[int, int]] = {}
         self._sync_step: int | None = None
+        self._said: dict[str, dict[str, Any]] = {}
 
     def message(self, status: dict[str, Any], *, keyframe: bool = False) -> tuple[dict[str, Any], bytes]:
         """The next message and its buffer."""
         if keyframe:
             self._sent.clear()
             self._sync_step = None
+            self._said.clear()
         self._sequence += 1
         parts: list[dict[str, Any]] = []
         blocks: list[np.ndarray] = []
@@ -49,7 +53,7 @@ class Feed:
             self._sent[name] = (series.generation, start + len(rows))
         content: dict[str, Any] = {"seq": self._sequence, "keyframe": keyframe, "sent": time.time() * 1000,
                                    "status": {**self._fold.status().to_dict(), **status}, "parts": parts,
-                                   "notes": {chart.key: chart.note for chart in self._fold.charts()}}
+                                   "charts": self._charts()}
         self._add_sync(content, blocks)
         return content, np.concatenate(blocks).tobytes() if blocks else b""
 
@@ -60,6 +64,22 @@ class Feed:
                               ("utilization", fold.memory.utilization)):
             named.update({f"{kind}/{rank}": series for rank, series in by_rank.items()})
         return named
+
+    def _charts(self) -> dict[str, dict[str, Any]]:
+        """By series name, what changed since the last message."""
+        ranks = range(min(self._fold.world_size, SHOWN_RANKS))
+        charts = [*self._fold.shared_charts(), *(chart for rank in ranks for chart in self._fold.rank_charts(rank))]
+        changed = {}
+        for chart in charts:
+            name = chart.key if chart.rank is None else f"{chart.key}/{chart.rank}"
+            said = {"title": chart.title, "value": chart.value, "note": chart.words or chart.note,
+                    "words": chart.words, "caption": chart.caption, "legend": chart.legend,
+                    "x_label": chart.x_label, "y_label": chart.y_label, "x": chart.x_range, "y": chart.y_range}
+            before = self._said.get(name, {})
+            if said != before:
+                changed[name] = {key: value for key, value in said.items() if value != before.get(key, Ellipsis)}
+                self._said[name] = said
+        return changed
 
     def _add_sync(self, content: dict[str, Any], blocks: list[np.ndarray]) -> None:
         step = self._fold.sync.step

@@ -64,11 +64,11 @@ def test_summary_says_the_board_in_words():
     assert fold.summary("my run").splitlines() == [
         "my run",
         "  Loss: 3.000 at step 0, 2.100 at step 9",
-        "  Step time, rank 0: median 100.0 ms: compute 78.0, exposed sync 16.0, other 6.0 (last 50 steps, all ranks)",
+        "  Step time, rank 0: median 100 ms: compute 78, exposed sync 16, other 6 (last 50 steps)",
         "  Gradient synchronisation, step 9: overlap 73 %",
-        "  Memory by category, rank 0: 47.0 MB in tensors, params 16.0, grads 8.0, optimizer 16.0, buckets 2.0, "
-        "activations 5.0; whole process 300 MB",
-        "  Utilization, rank 0: CPU 97 % of one core, GPU not measurable here",
+        "  Memory, rank 0: 47 MB in tensors, process 300 MB: params 16, grads 8, optimizer 16, buckets 2, "
+        "activations 5",
+        "  Utilization, rank 0: CPU core 97 %, GPU not measurable here",
         "  19,653 tokens/s over all ranks",
     ]
 

@@ -85,7 +85,7 @@ def test_private_memory_of_the_process_may_come_as_a_gauge_of_its_own():
 
 def test_what_cannot_be_measured_is_said_not_left_blank():
     fold = folded(run_events(1, 5), world_size=1)
-    assert fold.memory.utilization_chart(0).note == "CPU 97 % of one core, GPU not measurable here"
+    assert fold.memory.utilization_chart(0).note == "CPU core 97 %, GPU not measurable here"
 
 
 @pytest.mark.parametrize(("key", "text"), [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import xml.etree.ElementTree as ElementTree
 
 import numpy as np
@@ -16,6 +17,21 @@ from dplab.views.svg import svg
 from tests.views.synthetic import run_events
 
 NAMESPACE = "{http://www.w3.org/2000/svg}"
+
+
+def area_paths(root):
+    """Paths of the stacked areas, without their hatches."""
+    return [path.get("d") for path in root.iter(f"{NAMESPACE}path") if (path.get("fill") or "").startswith("#")]
+
+
+def corners(path):
+    """Corners of an outline of `M`, `V` and `H`."""
+    found = []
+    for letter, numbers in re.findall(r"([MVH])([-0-9. ]+)", path):
+        values = [float(number) for number in numbers.split()]
+        x, y = values if letter == "M" else (found[-1][0], values[0]) if letter == "V" else (values[0], found[-1][1])
+        found.append((x, y))
+    return found
 
 
 def drawn(steps=20, world_size=2):
@@ -32,7 +48,7 @@ def test_it_is_well_formed_and_says_itself_in_words():
     assert "a run <of> two & more" in root.get("aria-label")
     assert "overlap 73 %" in root.get("aria-label")
     texts = "".join(root.itertext())
-    for title in ("Loss", "Step time, rank 0", "Gradient synchronisation, step 19", "Memory by category, rank 0"):
+    for title in ("Loss", "Step time, rank 0", "Gradient synchronisation, step 19", "Memory, rank 0"):
         assert title in texts
 
 
@@ -78,10 +94,26 @@ def test_a_flat_line_and_one_that_is_no_number_can_be_drawn():
 
 def test_areas_stay_below_the_top_of_a_robust_scale():
     area = StackedArea(roles=("compute",), x=np.arange(3.0), ys=np.array([[1000.0, 10, 10]]))
-    root = ElementTree.fromstring(svg([Chart(key="steps", title="t", x_label="", y_label="", marks=(area,), y_max=20)]))
-    polygon = next(root.iter(f"{NAMESPACE}polygon"))
-    ys = [float(point.split(",")[1]) for point in polygon.get("points").split()]
-    assert min(ys) >= 44
+    root = ElementTree.fromstring(svg([Chart(key="steps", title="t", x_label="", y_label="", marks=(area,),
+                                             y_range=(0, 20))]))
+    assert min(ys for _, ys in corners(area_paths(root)[0])) >= 44
+
+
+def test_areas_are_stairs_that_end_with_the_scale():
+    """Every value holds until the next x, equal neighbours are one step: as the live board draws it."""
+    ys = np.array([[4.0, 4, 8, 8], [2, 2, 2, 4]])
+    area = StackedArea(roles=("params", "grads"), x=np.array([0.0, 1, 2, 3]), ys=ys)
+    chart = Chart(key="memory", title="t", x_label="", y_label="", marks=(area,), x_range=(0, 5), y_range=(0, 12))
+    lower, upper = (corners(path) for path in area_paths(ElementTree.fromstring(svg([chart], columns=1))))
+    left, bottom = lower[0]
+    right, top = max(x for x, _ in lower), min(y for _, y in upper)
+
+    def values(points):
+        return [((x - left) / (right - left) * 5, (bottom - y) / (bottom - top) * 12) for x, y in points]
+
+    np.testing.assert_allclose(values(lower), [(0, 0), (0, 4), (2, 4), (2, 8), (5, 8), (5, 0), (0, 0)], atol=0.05)
+    np.testing.assert_allclose(values(upper), [(0, 4), (0, 6), (2, 6), (2, 10), (3, 10), (3, 12), (5, 12),
+                                               (5, 8), (2, 8), (2, 4), (0, 4)], atol=0.05)
 
 
 def test_comparison_stacks_one_bar_a_run():

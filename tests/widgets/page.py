@@ -41,6 +41,7 @@ class Page:
     def __init__(self) -> None:
         self.series: dict[str, dict[str, Any]] = {}
         self.status: dict[str, Any] = {}
+        self.charts: dict[str, dict[str, Any]] = {}
         self.whole = True
 
     def apply(self, content: dict[str, Any], data: bytes) -> None:
@@ -49,6 +50,8 @@ class Page:
             self.series.clear()
             self.whole = True
         self.status.update(content["status"])
+        for name, said in content["charts"].items():
+            self.charts.setdefault(name, {}).update(said)
         for part in content["parts"]:
             rows = floats[at:at + part["rows"] * len(part["columns"])].reshape(-1, len(part["columns"]))
             at += rows.size

@@ -36,8 +36,9 @@ def test_first_snapshot_is_there_before_anything_is_sent(run, comms):
     page = Page()
     page.apply(state["snapshot"]["content"], bytes(buffers[0]))
     assert page.status["step"] == 4
-    assert state["spec"]["strategy"] == "zero2"
-    assert state["spec"]["world_size"] == 2
+    assert page.status["facts"] == (("strategy", "zero2"), ("ranks", "2"), ("step", "4"), ("loss", "2.2"),
+                                    ("tokens/s", "20,945"), ("overlap", "73 %"))
+    assert state["spec"]["ranks"] == 2
 
 
 def test_the_thread_sends_what_the_run_writes(run, comms):
@@ -260,8 +261,43 @@ def test_a_directory_that_is_no_run_is_refused(tmp_path):
 
 def test_figures_are_the_charts(run):
     titles = [figure.layout.title.text for figure in Board(run).figures(rank=1)]
-    assert titles == ["Loss", "Step time, rank 1", "Gradient synchronisation, step 4", "Memory by category, rank 1",
+    assert titles == ["Loss", "Step time, rank 1", "Gradient synchronisation, step 4", "Memory, rank 1",
                       "Utilization, rank 1"]
+
+
+def test_the_still_picture_says_what_the_live_board_says(run, comms):
+    """Its state, its facts, and every title, value, legend and caption that the page was sent."""
+    import xml.etree.ElementTree as ElementTree
+
+    run.failure, run.state = "rank 1 failed: ValueError: no", "failed"
+    board = Board(run, live=True)
+    page = Page()
+    page.apply(board.snapshot["content"], board.snapshot["data"])
+    for rank in range(2):
+        picture = ElementTree.fromstring(board.svg(rank))
+        texts = " ".join("".join(node.itertext()) for node in picture.iter("{http://www.w3.org/2000/svg}text"))
+        for name, value in page.status["facts"]:
+            assert f"{name} {value}" in texts
+        assert page.status["state"] in texts
+        assert page.status["problem"] in texts
+        for name, said in page.charts.items():
+            if name.endswith(str(1 - rank)):
+                continue
+            assert said["title"] in texts
+            assert said["value"] in texts
+            assert all(word in texts for word in said["caption"].split())
+            if not name.startswith("utilization"):     # one line, named by its value
+                assert all(text in texts for _, text in said["legend"])
+            assert said["y_label"] in texts
+
+
+def test_a_run_with_a_label_and_no_strategy_of_its_own_says_so(run, shown):
+    from dataclasses import replace
+
+    run.spec = replace(run.spec, label="mine", strategy=None)
+    status = Board(run, live=True).snapshot["content"]["status"]
+    assert status["facts"][:3] == (("run", "mine"), ("strategy", "its own"), ("ranks", "2"))
+    assert Board(run).summary().startswith("mine: its own strategy, 2 ranks, running")
 
 
 def test_without_the_lab_extra_one_sentence_says_what_to_install():

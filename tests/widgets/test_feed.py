@@ -23,6 +23,10 @@ def assert_same(page, fold):
         named.update({f"{kind}/{rank}": series for rank, series in by_rank.items()})
     for name, series in named.items():
         np.testing.assert_array_equal(page.series[name]["rows"], series.rows().astype(np.float32))
+    for chart in (chart for rank in range(fold.world_size) for chart in fold.charts(rank)):
+        said = page.charts[chart.key if chart.rank is None else f"{chart.key}/{chart.rank}"]
+        assert (said["title"], said["value"], said["caption"]) == (chart.title, chart.value, chart.caption)
+        assert (said["legend"], said["x"], said["y"]) == (chart.legend, chart.x_range, chart.y_range)
     mark = fold.sync.chart().marks[0]
     np.testing.assert_array_equal(page.series["sync"]["rows"][:, 2], mark.start.astype(np.float32))
 
@@ -78,7 +82,7 @@ def test_what_did_not_change_is_not_sent():
     feed = Feed(fold)
     feed.message({})
     content, data = feed.message({"state": "running"})
-    assert (content["parts"], data) == ([], b"")
+    assert (content["parts"], content["charts"], data) == ([], {}, b"")
     assert "sync" not in content
     assert content["status"]["state"] == "running"
 

@@ -1,0 +1,19 @@
+"""Numbers as a board says them: three digits, no more than an eye takes in."""
+
+from __future__ import annotations
+
+import math
+
+
+def short(value: float | None, digits: int = 3) -> str:
+    """`2.94`, `97.5`, `1,234`; a dash for what is not known."""
+    if value is None or not math.isfinite(value):
+        return "–"
+    if abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{float(f'{value:.{digits}g}'):g}"
+
+
+def percent(share: float | None) -> str:
+    """`62 %` for 0.62; a dash for what is not known."""
+    return "–" if share is None else f"{100 * share:.0f} %"
