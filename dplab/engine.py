@@ -263,6 +263,7 @@ class Engine:
         self._unit_hooks = UnitHooks(gathers)
         self._reduction.filled = gathers.gradients_came
         self._reduction.backward_ended = gathers.backward_ended
+        self.module.compile = self._refuse_compile  # type: ignore[method-assign]
         self.module.register_forward_pre_hook(self._refuse_changes, prepend=True)
         self.module.register_state_dict_pre_hook(self._refuse_state_dict)  # type: ignore[no-untyped-call]
         self.module.register_load_state_dict_pre_hook(self._refuse_load)  # type: ignore[no-untyped-call]
@@ -271,6 +272,10 @@ class Engine:
         # ranks that train other parameters gather other units: they would not come to the control message
         if torch.is_grad_enabled() and not in_backward():
             self._census.refuse_here(self.world.rank)
+
+    def _refuse_compile(self, *_: Any, **__: Any) -> None:
+        raise StateError("model.compile() after dplab.parallelize would take the gathers into the graph; compile the "
+                         "model's units (model.blocks[0].compile(), ...)")
 
     def _refuse_state_dict(self, *_: Any) -> None:
         if not all(bucket.params.resident for bucket in self._buckets):

@@ -32,6 +32,10 @@ WRAPPED = "_dplab_wrapped"
 def check_model(model: nn.Module, strategy: Strategy, mesh: Mesh) -> None:
     """Refuses what cannot be trained here, by name; and ranks that do not hold the same model."""
     named = list(model.named_parameters())
+    if strategy.sharding.params is Placement.SHARDED and (
+            "_orig_mod" in model._modules or getattr(model, "_compiled_call_impl", None) is not None):
+        raise UsageError(f"strategy {strategy} gathers weights around each unit, and a model compiled as a whole runs "
+                         f"as one; compile its units instead (for block in model.blocks: block.compile())")
     for name, parameter in named:
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise UsageError(f"parameter {name!r} has no shape yet (a lazy module); run the model once on a sample "

@@ -12,9 +12,8 @@ from torch import nn
 import dplab
 from dplab.core.optim import is_element_wise
 from dplab.errors import StateError, UsageError
-from dplab.specs import SHARDINGS
 from tests import worlds
-from tests.worlds import in_threads
+from tests.worlds import STRATEGIES, in_threads
 
 OPTIMIZERS = {
     "sgd": lambda ps: torch.optim.SGD(ps, lr=0.1),
@@ -84,8 +83,8 @@ def test_an_optimizer_that_needs_a_closure_is_refused() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 3])
-@pytest.mark.parametrize("name", SHARDINGS)
-def test_h25_groups_keep_options_order_and_number(name: str, size: int) -> None:
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_h25_groups_keep_options_order_and_number(name: str, size: int, where: Any) -> None:
     model = worlds.build(worlds.Uneven)
     batches = worlds.uneven_batches(5 * size)
 
@@ -97,7 +96,7 @@ def test_h25_groups_keep_options_order_and_number(name: str, size: int) -> None:
             {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": 0.5, "tag": "matrices"}], lr=0.01)
 
     expected = worlds.reference(model, batches, per_step=size, optimizer=make)
-    for state in in_threads(size, worlds.train, model, batches, name, optimizer=make):
+    for state in where(size, worlds.train, model, batches, name, optimizer=make):
         for key, value in state.items():
             torch.testing.assert_close(value, expected[key], rtol=1e-10, atol=1e-10)
 
@@ -107,15 +106,15 @@ def test_h25_groups_keep_options_order_and_number(name: str, size: int) -> None:
         return [{key: group[key] for key in ("lr", "weight_decay")} | {"tag": group.get("tag")}
                 for group in engine.optimizer.param_groups]
 
-    assert in_threads(size, groups) == [[{"lr": 0.1, "weight_decay": 0.0, "tag": None},
+    assert where(size, groups) == [[{"lr": 0.1, "weight_decay": 0.0, "tag": None},
                                          {"lr": 5.0, "weight_decay": 0.01, "tag": None},
                                          {"lr": 0.01, "weight_decay": 0.5, "tag": "matrices"}]] * size
 
 
 @pytest.mark.parametrize("before", [True, False], ids=["before-wrap", "after-wrap"])
-@pytest.mark.parametrize("name", SHARDINGS)
+@pytest.mark.parametrize("name", STRATEGIES)
 @pytest.mark.filterwarnings("error")
-def test_h26_a_scheduler_acts_on_what_is_stepped(name: str, before: bool) -> None:
+def test_h26_a_scheduler_acts_on_what_is_stepped(name: str, before: bool, where: Any) -> None:
     def body() -> list[float]:
         model = nn.Linear(1, 1, bias=False)
         nn.init.ones_(model.weight)
@@ -133,7 +132,7 @@ def test_h26_a_scheduler_acts_on_what_is_stepped(name: str, before: bool) -> Non
             changes.append(start - engine.full_state_dict()["weight"].item())
         return changes
 
-    for changes in in_threads(2, body):
+    for changes in where(2, body):
         assert changes == pytest.approx([1.0, 0.1, 0.01], rel=1e-5)
 
 
@@ -174,9 +173,9 @@ def test_h28_bad_optimizers_are_named() -> None:
 
 
 @pytest.mark.parametrize("kind", [1.0, 2.0, float("inf")])
-@pytest.mark.parametrize("name", SHARDINGS)
+@pytest.mark.parametrize("name", STRATEGIES)
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_h27_clipping_equals_one_process(name: str, kind: float, size: int) -> None:
+def test_h27_clipping_equals_one_process(name: str, kind: float, size: int, where: Any) -> None:
     model = worlds.build(worlds.Uneven)
     batches = worlds.uneven_batches(size)
     whole = copy.deepcopy(model)
@@ -191,7 +190,7 @@ def test_h27_clipping_equals_one_process(name: str, kind: float, size: int) -> N
         assert norm is not None
         return norm, {n: engine.full_grad(n) for n, _ in engine.module.named_parameters()}
 
-    results = in_threads(size, body)
+    results = where(size, body)
     for norm, grads in results:
         assert norm.item() == results[0][0].item()
         torch.testing.assert_close(norm, expected, rtol=1e-12, atol=0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -17,7 +18,7 @@ from dplab.errors import StateError
 from dplab.planner import footprint
 from dplab.specs import PRECISIONS, SHARDINGS, Precision, Strategy
 from tests import worlds
-from tests.worlds import in_processes, in_threads
+from tests.worlds import STRATEGIES, in_processes, in_threads
 
 STEPS = 4
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -160,9 +161,9 @@ def test_memory_equals_the_formula_of_sixteen_and_eighteen_bytes(name: str, prec
             assert got["memory"][category] == theory[category]
 
 
-@pytest.mark.parametrize("name", SHARDINGS)
+@pytest.mark.parametrize("name", STRATEGIES)
 @pytest.mark.parametrize("size", [1, 2])
-def test_h31_bf16_weights_move_through_their_master(size: int, name: str) -> None:
+def test_h31_bf16_weights_move_through_their_master(size: int, name: str, where: Any) -> None:
     """Updates of 0.001 at 1.0 all round away in bf16; the master copy keeps them."""
 
     class Ones(nn.Module):
@@ -175,7 +176,7 @@ def test_h31_bf16_weights_move_through_their_master(size: int, name: str) -> Non
 
     def body(precision: Any) -> tuple[torch.Tensor, torch.Tensor]:
         engine = dplab.parallelize(Ones(), lambda ps: torch.optim.AdamW(ps, lr=1e-3, weight_decay=0.0),
-                                   Strategy(sharding=name, precision=precision))
+                                   dataclasses.replace(Strategy.parse(name), precision=precision))
         for _ in range(100):
             engine.backward(engine())
             engine.step()
@@ -184,11 +185,11 @@ def test_h31_bf16_weights_move_through_their_master(size: int, name: str) -> Non
         # reading must not have cost the master its digits
         return engine.full_state_dict()["w"], low
 
-    for exact, low in in_threads(size, body, "bf16"):
+    for exact, low in where(size, body, "bf16"):
         torch.testing.assert_close(exact, torch.full((4,), 0.9), rtol=0, atol=1e-4)
         assert exact.dtype == torch.float32
         assert (low == 0.8984375).all()
-    for _, low in in_threads(size, body, Precision(param="bf16", grad="bf16")):
+    for _, low in where(size, body, Precision(param="bf16", grad="bf16")):
         assert (low == 1.0).all()
 
 
@@ -218,14 +219,14 @@ class Crafted(nn.Module):
 
 @pytest.mark.parametrize("micro", [0, 1, 2])
 @pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("name", SHARDINGS)
-def test_h29_an_infinity_on_one_rank_skips_the_step_on_all(name: str, size: int, micro: int) -> None:
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_h29_an_infinity_on_one_rank_skips_the_step_on_all(name: str, size: int, micro: int, where: Any) -> None:
     window = 3
 
     def body() -> list[Any]:
         world = dplab.init()
         engine = dplab.parallelize(Crafted(), lambda ps: torch.optim.AdamW(ps, lr=1e-2),
-                                   Strategy(sharding=name, precision="amp-fp16", accumulate=window))
+                                   f"{name}+amp-fp16+accum{window}")
         history = []
         for step in range(4):
             for index in range(window):
@@ -240,7 +241,7 @@ def test_h29_an_infinity_on_one_rank_skips_the_step_on_all(name: str, size: int,
                             set(states)))
         return history
 
-    every = in_threads(size, body)
+    every = where(size, body)
     first = every[0]
     assert [entry[0] for entry in first] == [True, True, False, True]
     assert [entry[1] for entry in first] == [65536.0, 65536.0, 32768.0, 32768.0]
@@ -264,10 +265,10 @@ def test_h30_the_scale_follows_torchs_scaler() -> None:
 
 
 @pytest.mark.parametrize(("value", "kind"), [(float("nan"), "NaN"), (float("inf"), "infinite")])
-@pytest.mark.parametrize("name", SHARDINGS)
-def test_h30_overflow_for_ever_ends_with_the_first_cause(name: str, value: float, kind: str) -> None:
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_h30_overflow_for_ever_ends_with_the_first_cause(name: str, value: float, kind: str, where: Any) -> None:
     def body() -> list[float]:
-        engine = dplab.parallelize(Crafted(), adamw, Strategy(sharding=name, precision="amp-fp16"))
+        engine = dplab.parallelize(Crafted(), adamw, f"{name}+amp-fp16")
         scales = []
         try:
             for _ in range(40):
@@ -284,7 +285,7 @@ def test_h30_overflow_for_ever_ends_with_the_first_cause(name: str, value: float
         assert "at the smallest loss scale (1.0)" in message
         return scales
 
-    assert in_threads(2, body) == [[2.0**power for power in range(15, -1, -1)]] * 2
+    assert where(2, body) == [[2.0**power for power in range(15, -1, -1)]] * 2
 
 
 def test_a_plain_backward_is_refused_where_the_loss_is_scaled() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,7 @@ import dplab
 from dplab.errors import StateError, UsageError
 from dplab.specs import SHARDINGS
 from tests import worlds
-from tests.worlds import in_threads
+from tests.worlds import in_processes, in_threads
 
 LOW = [f"{name}{precision}" for name in SHARDINGS for precision in ("", "+bf16")]
 CUTTING = ["zero1", "zero2", "zero3"]
@@ -38,8 +39,17 @@ class Blocks(nn.Module):
         return h
 
 
+ONE_AT_A_TIME = threading.Lock()
+"""Threads share torch's default generator, from which a model draws its weights."""
+
+
+def build(kind: type[nn.Module]) -> Any:
+    with ONE_AT_A_TIME:
+        return kind()
+
+
 def engine_of(strategy: str, model: nn.Module | None = None, **more: Any) -> dplab.Engine:
-    return dplab.parallelize(Blocks() if model is None else model, worlds.adamw, strategy, **more)
+    return dplab.parallelize(build(Blocks) if model is None else model, worlds.adamw, strategy, **more)
 
 
 def train(engine: dplab.Engine, steps: int = 1) -> None:
@@ -267,7 +277,7 @@ class FrozenTable(Blocks):
     (Generating, "blocks.0.weight"), (FrozenTable, "blocks.0.table")])
 def test_zero3_refuses_weights_used_outside_their_unit(model: type[Blocks], name: str) -> None:
     def body() -> None:
-        engine_of("zero3", model())(torch.ones(2, 4))
+        engine_of("zero3", build(model))(torch.ones(2, 4))
 
     for rank, told in enumerate(refused(2, body)):
         assert told.startswith(f"parameter '{name}' is used outside its unit, where rank {rank} holds only its share")
@@ -408,7 +418,7 @@ def test_edits_of_averaged_gradients_count_where_plain_torch_lets_them(name: str
             weight.grad.mul_(3)
 
     def body() -> dict[str, torch.Tensor]:
-        engine = dplab.parallelize(Blocks(), lambda ps: torch.optim.SGD(ps, lr=0.1, weight_decay=0.1), name)
+        engine = dplab.parallelize(build(Blocks), lambda ps: torch.optim.SGD(ps, lr=0.1, weight_decay=0.1), name)
         engine.backward(engine(torch.ones(2, 4)).sum())
         change(engine.module)
         assert engine.step()
@@ -554,6 +564,76 @@ def test_models_that_cannot_be_laid_out_are_refused(name: str) -> None:
         engine_of(name, model)
 
 
+# ---- torch.compile
+
+
+@pytest.mark.parametrize("how", ["torch.compile", "module.compile"])
+@pytest.mark.parametrize("strategy", [*SHARDINGS, "zero3+bf16", "zero2+amp-bf16+accum2"])
+def test_compiled_units_equal_eager_ones(strategy: str, how: str) -> None:
+    def body(compiled: bool) -> dict[str, torch.Tensor]:
+        torch._dynamo.reset()
+        model = Blocks()
+        for place, block in enumerate(model.blocks):
+            if compiled and how == "torch.compile":
+                model.blocks[place] = torch.compile(block, backend="aot_eager")
+            elif compiled:
+                block.compile(backend="aot_eager")
+        engine = engine_of(strategy, model)
+        for step in range(4):
+            x = torch.randn(3, 4, generator=torch.Generator().manual_seed(2 * step + dplab.init().rank))
+            engine.backward(engine(x).square().mean())
+            engine.step()
+        engine.check_agreement()
+        assert engine.full_grad("blocks.0.weight") is None
+        return engine.full_state_dict()
+
+    eager, compiled = (in_processes(2, body, each) for each in (False, True))
+    for state, other in zip(eager, compiled, strict=True):
+        assert list(state) == list(Blocks().state_dict()) == list(other)
+        for name, value in state.items():
+            torch.testing.assert_close(other[name], value, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["ddp", "zero2"])
+def test_a_model_compiled_whole_equals_an_eager_one(name: str) -> None:
+    def body(compiled: bool) -> dict[str, torch.Tensor]:
+        model = Blocks()
+        if compiled:
+            model.compile(backend="aot_eager")
+        engine = engine_of(name, model)
+        train(engine, 3)
+        return engine.full_state_dict()
+
+    eager, compiled = (in_processes(2, body, each) for each in (False, True))
+    for state, other in zip(eager, compiled, strict=True):
+        for key, value in state.items():
+            torch.testing.assert_close(other[key], value, rtol=1e-5, atol=1e-6)
+
+
+def test_zero3_points_from_a_model_compiled_whole_to_its_units() -> None:
+    model = Blocks()
+    model.compile(backend="aot_eager")
+    with pytest.raises(UsageError, match=r"a model compiled as a whole runs as one; compile its units instead"):
+        engine_of("zero3", model)
+    with pytest.raises(UsageError, match=r"a model compiled as a whole runs as one"):
+        engine_of("zero3", torch.compile(Blocks(), backend="aot_eager"))
+    with pytest.raises(StateError, match=r"model.compile\(\) after dplab.parallelize would take the gathers into"):
+        engine_of("zero3").module.compile()
+
+
+def test_a_module_really_called_like_a_wrapper_keeps_its_name() -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self._orig_mod = nn.Linear(2, 2)
+            self.module = nn.Linear(2, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.module(self._orig_mod(x))
+
+    assert list(engine_of("zero2", Odd()).full_state_dict()) == list(Odd().state_dict())
+
+
 # ---- low precision and what stays in fp32
 
 
@@ -571,7 +651,7 @@ class Normed(nn.Module):
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_batchnorm_keeps_its_dtype_in_low_precision(name: str, precision: str) -> None:
     def body(strategy: str) -> dict[str, torch.Tensor]:
-        engine = dplab.parallelize(Normed(), lambda ps: torch.optim.SGD(ps, lr=0.05), strategy)
+        engine = dplab.parallelize(build(Normed), lambda ps: torch.optim.SGD(ps, lr=0.05), strategy)
         moved = 0
         while moved < 5:  # fp16 skips some while its scale comes down
             x = torch.randn(16, 4, generator=torch.Generator().manual_seed(2 * moved + dplab.init().rank))
@@ -584,7 +664,9 @@ def test_batchnorm_keeps_its_dtype_in_low_precision(name: str, precision: str) -
     for state in in_threads(2, body, f"{name}+{precision}"):
         assert state["layers.1.running_var"].dtype == state["layers.1.weight"].dtype == torch.float32
         for key, value in exact.items():
-            torch.testing.assert_close(state[key].float(), value.float(), rtol=0.05, atol=0.03)
+            # a step that is skipped has counted in the running statistics, as in plain torch
+            if precision == "bf16" or key in dict(build(Normed).named_parameters()):
+                torch.testing.assert_close(state[key].float(), value.float(), rtol=0.05, atol=0.03)
 
 
 def test_a_float_buffer_beside_low_precision_weights_is_named() -> None:

@@ -11,15 +11,14 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import dplab
-from dplab.specs import SHARDINGS
 from tests import worlds
 from tests.core.test_window import EVERY, backward, engine_of, weight
-from tests.worlds import in_processes, in_threads
+from tests.worlds import STRATEGIES, in_processes
 
 
 @pytest.mark.parametrize("window", [1, 2, 3])
 @pytest.mark.parametrize("name", EVERY)
-def test_h07_the_last_micro_batch_is_reduced_with_the_first(name: str, window: int) -> None:
+def test_h07_the_last_micro_batch_is_reduced_with_the_first(name: str, window: int, where: Any) -> None:
     values = [[1.0, 4.0, 6.0], [2.0, 7.0, 9.0]]
 
     def body() -> list[float]:
@@ -34,14 +33,15 @@ def test_h07_the_last_micro_batch_is_reduced_with_the_first(name: str, window: i
 
     # above 1 the average runs over the window too
     expected = sum(sum(mine[:window]) for mine in values) / (2 * window)
-    for moved in in_threads(2, body):
+    for moved in where(2, body):
         assert moved == pytest.approx([expected] * 3, rel=1e-5)
 
 
 @pytest.mark.parametrize("splits", [[(1, 3)] * 5, [(4, 0)] * 5, [(2, 2, 5)] * 5,
                                     [(1, 3), (3, 1), (0, 4), (2, 2), (4, 0)]])
 @pytest.mark.parametrize("name", EVERY)
-def test_h13_batches_of_different_sizes_weigh_by_their_samples(name: str, splits: list[tuple[int, ...]]) -> None:
+def test_h13_batches_of_different_sizes_weigh_by_their_samples(
+        name: str, splits: list[tuple[int, ...]], where: Any) -> None:
     torch.manual_seed(0)
     model = nn.Linear(3, 2).double()
     adam = lambda ps: torch.optim.Adam(ps, lr=0.1)  # noqa: E731
@@ -57,7 +57,7 @@ def test_h13_batches_of_different_sizes_weigh_by_their_samples(name: str, splits
             assert engine.step()
         return engine.full_state_dict()
 
-    states = in_threads(len(splits[0]), body)
+    states = where(len(splits[0]), body)
     optimizer = adam(model.parameters())
     for step in range(len(splits)):
         optimizer.zero_grad()
@@ -98,7 +98,7 @@ def dropped(recompute: bool, name: str) -> tuple[list[torch.Tensor], torch.Tenso
     return grads, torch.get_rng_state(), engine.full_state_dict()
 
 
-@pytest.mark.parametrize("name", SHARDINGS)
+@pytest.mark.parametrize("name", STRATEGIES)
 def test_h32_recomputation_drops_the_same_and_draws_nothing_more(name: str) -> None:
     plain, again = (in_processes(2, dropped, recompute, name) for recompute in (False, True))
     for (grads, state, weights), (grads2, state2, weights2) in zip(plain, again, strict=True):

@@ -15,9 +15,9 @@ import dplab
 from dplab.engine import Engine
 from dplab.errors import StateError
 from dplab.specs import SHARDINGS, Strategy
-from tests.worlds import in_threads
+from tests.worlds import STRATEGIES, in_threads
 
-EVERY = [pytest.param(name, id=name) for name in SHARDINGS]
+EVERY = STRATEGIES
 
 
 class Scalar(nn.Module):
@@ -56,9 +56,9 @@ def weight(engine: Engine) -> float:
 
 @pytest.mark.parametrize("mode", ["window", "micro_batch"])
 @pytest.mark.parametrize("name", EVERY)
-def test_h09_three_backwards_and_one_step_sum_all_three(name: str, mode: str) -> None:
+def test_h09_three_backwards_and_one_step_sum_all_three(name: str, mode: str, where: Any) -> None:
     def body() -> list[Any]:
-        engine = engine_of(Strategy(sharding=name, accumulate_mode=mode))
+        engine = engine_of(Strategy.parse(f"{name}+accumulate_mode={mode}"))
         mine = [[1.0, 2.0, 3.0], [3.0, 4.0, 8.0]][dplab.init().rank]
         backward(engine, *mine)
         first = grad(engine)
@@ -69,12 +69,12 @@ def test_h09_three_backwards_and_one_step_sum_all_three(name: str, mode: str) ->
         backward(engine, *mine[:2])
         return [first, second, grad(engine), weight(engine)]
 
-    assert in_threads(2, body) == [[10.5, 2.0, 5.0, 1 - 10.5]] * 2
+    assert where(2, body) == [[10.5, 2.0, 5.0, 1 - 10.5]] * 2
 
 
 @pytest.mark.parametrize("zero", ["engine", "optimizer", "optimizer-zeros", "module"])
 @pytest.mark.parametrize("name", EVERY)
-def test_h09_zero_grad_between_backwards_resets_the_window(name: str, zero: str) -> None:
+def test_h09_zero_grad_between_backwards_resets_the_window(name: str, zero: str, where: Any) -> None:
     def body() -> float | None:
         engine = engine_of(name)
         backward(engine, 100.0)
@@ -83,14 +83,14 @@ def test_h09_zero_grad_between_backwards_resets_the_window(name: str, zero: str)
         backward(engine, 3.0)
         return grad(engine)
 
-    assert in_threads(2, body) == [3.0, 3.0]
+    assert where(2, body) == [3.0, 3.0]
 
 
 @pytest.mark.parametrize("mode", ["window", "micro_batch"])
 @pytest.mark.parametrize("name", EVERY)
-def test_h11_the_last_window_is_divided_by_its_true_size(name: str, mode: str) -> None:
+def test_h11_the_last_window_is_divided_by_its_true_size(name: str, mode: str, where: Any) -> None:
     def body() -> list[float]:
-        engine = engine_of(Strategy(sharding=name, accumulate=2, accumulate_mode=mode))
+        engine = engine_of(Strategy.parse(f"{name}+accum2+accumulate_mode={mode}"))
         seen, steps = [], []
         for _epoch in range(2):
             for value in (1.0, 2.0, 3.0, 4.0, 5.0):
@@ -102,7 +102,7 @@ def test_h11_the_last_window_is_divided_by_its_true_size(name: str, mode: str) -
         assert steps == [False, True, False, True, True] * 2
         return seen
 
-    assert in_threads(2, body) == [[1.5, 3.5, 5.0] * 2] * 2
+    assert where(2, body) == [[1.5, 3.5, 5.0] * 2] * 2
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -157,7 +157,7 @@ def only_no_sync(engine: Engine, values: list[float]) -> None:
 
 @pytest.mark.parametrize("loop", [around_forward, around_backward, around_both, forwards_first, only_no_sync])
 @pytest.mark.parametrize("name", EVERY)
-def test_h08_no_sync_gives_the_sum_wherever_it_stands(name: str, loop: Callable[..., None]) -> None:
+def test_h08_no_sync_gives_the_sum_wherever_it_stands(name: str, loop: Callable[..., None], where: Any) -> None:
     def body() -> list[float]:
         engine = engine_of(name)
         moved = []
@@ -168,7 +168,7 @@ def test_h08_no_sync_gives_the_sum_wherever_it_stands(name: str, loop: Callable[
             moved.append(before - weight(engine))
         return moved
 
-    assert in_threads(2, body) == [[7.0] * 3] * 2
+    assert where(2, body) == [[7.0] * 3] * 2
 
 
 def test_h08_an_exception_inside_no_sync_restores_it() -> None:
@@ -196,7 +196,7 @@ def test_h07_replicated_strategies_reduce_once_a_window(name: str) -> None:
 
 @pytest.mark.parametrize("window", [1, 2])
 @pytest.mark.parametrize("name", EVERY)
-def test_h10_tokens_weigh_the_same_wherever_they_are(name: str, window: int) -> None:
+def test_h10_tokens_weigh_the_same_wherever_they_are(name: str, window: int, where: Any) -> None:
     # (tokens, value of each); rank 1 ends with a micro-batch without tokens
     batches = [[(3, 1.0), (1, 5.0), (4, 2.0)], [(2, 2.0), (6, 3.0), (0, 9.0)]]
 
@@ -213,7 +213,7 @@ def test_h10_tokens_weigh_the_same_wherever_they_are(name: str, window: int) -> 
         return seen
 
     expected = [7 / 5, 23 / 7, 8 / 4] if window == 1 else [30 / 12, 8 / 4]
-    for seen in in_threads(2, body):
+    for seen in where(2, body):
         assert seen == pytest.approx(expected, rel=1e-6)
 
 
@@ -270,7 +270,7 @@ def test_with_plain_backward_such_a_rank_takes_part_in_step(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", EVERY)
-def test_h03_none_is_not_zero(name: str) -> None:
+def test_h03_none_is_not_zero(name: str, where: Any) -> None:
     """What moved nowhere is not stepped: no decay, no momentum; what moved on one rank is, everywhere."""
 
     class Branch(nn.Module):
@@ -284,7 +284,7 @@ def test_h03_none_is_not_zero(name: str) -> None:
     def body() -> list[bool]:
         torch.manual_seed(0)
         engine = dplab.parallelize(
-            Branch(), lambda ps: torch.optim.AdamW(ps, lr=0.1, weight_decay=0.5), Strategy(sharding=name), units=[])
+            Branch(), lambda ps: torch.optim.AdamW(ps, lr=0.1, weight_decay=0.5), name, units=[])
         moved = []
         before = engine.full_state_dict()
         for step in range(3):
@@ -300,7 +300,7 @@ def test_h03_none_is_not_zero(name: str) -> None:
         return moved
 
     expected = [[True, False, False], [True, True, False], [True, True, False]]
-    assert in_threads(2, body) == [expected] * 2
+    assert where(2, body) == [expected] * 2
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -325,7 +325,7 @@ def test_splitting_a_run_keeps_its_state(name: str) -> None:
     model = Two().double()
 
     def body() -> dict[str, torch.Tensor]:
-        engine = dplab.parallelize(copy.deepcopy(model), adam, Strategy(sharding=name), units=[])
+        engine = dplab.parallelize(copy.deepcopy(model), adam, name, units=[])
         for step, both in enumerate(turns):
             engine.backward(engine(inputs(step), both))
             engine.step()

@@ -1,0 +1,15 @@
+"""Where the ranks of a case run: most run as threads and as processes over gloo alike."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.worlds import in_processes, in_threads
+
+
+@pytest.fixture(params=[in_threads, in_processes], ids=["threads", "gloo"])
+def where(request: pytest.FixtureRequest) -> Any:
+    """`in_threads` or `in_processes`: called with a number of ranks and what each of them does."""
+    return request.param
