@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from dplab.planner.profile import Block
-from dplab.planner.split import Recipe, Split
+from dplab.planner.recipes import Recipe
+from dplab.planner.split import Split
 
 
 def whole(block: Block, recipe: Recipe) -> float:

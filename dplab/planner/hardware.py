@@ -9,18 +9,17 @@ from typing import Any
 from dplab.errors import UsageError
 from dplab.planner import cards
 
-_DEFAULT_ACHIEVABLE = 0.85
-"""Share of the dense peak that large matrix products reach where nobody published it (mean of the others)."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """One accelerator. `peak` is dense FLOP/s by dtype, `achievable` the share of it that large matrix products
-    reach, `memory` the bytes that the driver reports (an "80 GB" part has 79.15 GiB = 84.99 GB)."""
+    """One accelerator. `peak` is dense FLOP/s by dtype; large matrix products reach `sustained` of it in a long run,
+    flash attention `flash` (forward, backward); `memory` is the bytes that the driver reports (an "80 GB" part has
+    79.15 GiB = 84.99 GB)."""
 
     name: str
     peak: dict[str, float]
-    achievable: float
+    sustained: float
+    flash: tuple[float, float]
     memory: float
     memory_bandwidth: float
     multiprocessors: int
@@ -90,7 +89,7 @@ def cluster(text: str | Cluster, *, network: str | None = None, per_node: int | 
 
 def _gpu(card: dict[str, Any]) -> Gpu:
     return Gpu(name=card["name"], peak={name: value * 1e12 for name, value in card["peak_tflops"].items()},
-               achievable=card["achievable"] or _DEFAULT_ACHIEVABLE, memory=card["usable_gib"] * 2**30,
+               sustained=card["sustained"], flash=tuple(card["flash"]), memory=card["usable_gib"] * 2**30,
                memory_bandwidth=card["memory_bandwidth_gb_s"] * 1e9, multiprocessors=card["multiprocessors"])
 
 

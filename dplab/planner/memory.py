@@ -13,7 +13,8 @@ import numpy as np
 
 from dplab.planner import activations
 from dplab.planner.profile import Profile
-from dplab.planner.split import RECOMPUTE, Recipe, Split
+from dplab.planner.recipes import Recipe
+from dplab.planner.split import RECOMPUTE, Split
 
 CATEGORIES = ("params", "grads", "optimizer", "master", "activations", "working", "logits", "gathered", "buckets",
               "slack", "context")

@@ -1,21 +1,14 @@
-"""How one step's work is split over ranks, and the facts of the software that runs it."""
+"""How one step's work is split over ranks."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
 
-from dplab.errors import UsageError
-from dplab.planner.footprint import ElementBytes
-from dplab.specs import Precision
-
 RECOMPUTE = ("none", "selective", "full")
 """`selective` recomputes the attention matrix alone, `full` keeps only each layer's input."""
-SCHEDULES = ("1f1b", "zb-1p", "zb-2p")
-PARTITIONS = ("uniform", "edges", "balanced")
-"""Layers of a stage: equal; equal but one less on the first and last; equal compute with the head counted."""
 
 Count = Any
 """A whole number, or an integer array with one entry a candidate."""
@@ -56,111 +49,3 @@ class Split:
             value = value[index] if isinstance(value, np.ndarray) else value
             picked[field.name] = value if isinstance(value, np.ndarray) else int(value)
         return Split(**picked)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Recipe:
-    """Facts of a training program that memory and time depend on. Bytes are of one element.
-
-    States: `param`, `grad` (as accumulated; None: 2 bytes in a window of one micro-batch, 4 in a longer one),
-    `grad_copy` (a second gradient alive beside it), `master`, `moments` (all optimizer slots together).
-    Activations: `element` bytes; `flash` never stores the attention matrix; `sequence_parallel` cuts what tensor
-    parallelism leaves whole; `keeps_gathered` stores its gathered inputs; `fused_norm` keeps no fp32 copy in an
-    RMSNorm; `packed_qkv` keeps the projection beside its rotated copies; `logit` bytes a logit alive at the loss.
-    Time: `dtype` of matrix products; `overlap` hides gradient collectives behind the backward;
-    `reduce` bytes an element on the wire; `passes` multiplies the memory traffic between matrix products where
-    kernels are less fused than assumed; `efficiency` multiplies all compute time's speed (1: not fitted);
-    `network_share` of the nominal speed between nodes that strided groups reach, `link_share` inside a node.
-    Fixed: `context` bytes outside the allocator, `slack` of what is allocated lost to fragmentation.
-    """
-
-    name: str = "modern"
-    param: int = 2
-    grad: int | None = None
-    grad_copy: int = 0
-    master: int = 4
-    moments: int = 8
-    element: int = 2
-    flash: bool = True
-    sequence_parallel: bool = True
-    keeps_gathered: bool = False
-    fused_norm: bool = False
-    packed_qkv: bool = True
-    logit: int = 12
-    partition: str = "uniform"
-    schedule: str = "1f1b"
-    dtype: str = "bf16"
-    overlap: bool = True
-    reduce: int | None = None
-    passes: float = 1.0
-    efficiency: float = 1.0
-    link_share: float = 0.8
-    network_share: float = 0.35
-    context: float = 1.2e9
-    slack: float = 0.05
-    source: str = ""
-
-    def __post_init__(self) -> None:
-        if self.partition not in PARTITIONS:
-            raise UsageError(f"partition {self.partition!r} is not known; use one of {', '.join(PARTITIONS)}")
-        if self.schedule not in SCHEDULES:
-            raise UsageError(f"schedule {self.schedule!r} is not known; use one of {', '.join(SCHEDULES)}")
-
-    def grad_bytes(self, split: Split) -> Any:
-        """Bytes of an accumulated gradient."""
-        return np.where(np.asarray(split.accumulate) > 1, max(4, self.param), self.param) if self.grad is None else (
-            np.asarray(self.grad))
-
-    @property
-    def state_bytes(self) -> int:
-        """Bytes a parameter where nothing is sharded: 16, 18 or 20 (with `grad` 2, 4, or 4 and a 2-byte copy)."""
-        return self.param + (self.param if self.grad is None else self.grad) + self.grad_copy + (
-            self.master + self.moments)
-
-    def with_precision(self, precision: Precision) -> Recipe:
-        """The recipe with the state and compute dtypes of a dplab precision."""
-        one, many = (ElementBytes.of(precision, accumulate=count) for count in (1, 2))
-        dtype = precision.autocast or precision.param or "fp32"
-        return replace(self, param=one.params, grad=None if one.grads != many.grads else one.grads, master=one.master,
-                       moments=one.optimizer, dtype=dtype, element=2 if dtype in ("bf16", "fp16") else 4)
-
-
-RECIPES = {recipe.name: recipe for recipe in (
-    Recipe(source="PyTorch with flash attention, sequence-parallel tensor parallelism, overlapped collectives"),
-    Recipe(name="states-16", grad=2, source="16 bytes: 2-byte weights and gradients, fp32 master and Adam; "
-           "Rajbhandari et al. 2020, arXiv:1910.02054"),
-    Recipe(name="states-18", grad=4, source="18 bytes: gradients accumulated in fp32; Megatron-LM "
-           "docs/source/api-guide/dist_optimizer.md"),
-    Recipe(name="states-20", grad=4, grad_copy=2, source="20 bytes: fp16 and fp32 gradients both alive; Megatron-LM "
-           "docs/source/api-guide/dist_optimizer.md"),
-    Recipe(name="megatron-2021", dtype="fp16", grad=2, flash=False, sequence_parallel=False, overlap=False, logit=8,
-           context=0.0, slack=0.0,
-           source="Narayanan et al. 2021, arXiv:2104.04473: fp16, no flash attention, gradients reduced at the end"),
-    Recipe(name="megatron-2022", dtype="fp16", grad=4, flash=False, overlap=False, logit=8, context=0.0, slack=0.0,
-           source="Korthikanti et al. 2022, arXiv:2205.05198: as before with sequence parallelism; 18 bytes"),
-    Recipe(name="megatron-core", grad=4, fused_norm=True, logit=8, source="Megatron-Core on H100: bf16, fp32 "
-           "gradients, flash attention, overlapped collectives"),
-    Recipe(name="zero-bubble", dtype="fp16", grad=2, flash=False, partition="edges", overlap=False, logit=8,
-           context=0.0, slack=0.0, source="Qi et al. 2024, arXiv:2401.10241: Megatron-LM in fp16, first and last "
-           "stage a layer less"),
-    Recipe(name="nanotron", grad=4, fused_norm=True, keeps_gathered=True, logit=10, partition="balanced",
-           context=0.0, slack=0.0, source="nanotron: bf16 with fp32 gradient accumulation, stages balanced by "
-           "compute; peaks are of the allocator"),
-    Recipe(name="fsdp", param=4, grad=4, master=0, slack=0.2, source="PyTorch FSDP: fp32 shards gathered in bf16; "
-           "slack from pytorch/torchtitan#191, where one job reserved 71 or 87 GB"),
-    Recipe(name="fsdp-pure-bf16", param=2, grad=2, master=0, moments=4, slack=0.2,
-           source="llm-foundry's PURE mode: weights, "
-           "gradients and moments in bf16"),
-    Recipe(name="deepspeed-2021", dtype="fp16", grad=2, flash=False, sequence_parallel=False, logit=8,
-           source="ZeRO-3 as run in Narayanan et al. 2021, arXiv:2104.04473, table 2"),
-)}
-"""Programs by name. Nothing here is fitted: every field is what the program's authors say that it does."""
-
-
-def recipe(name: str | Recipe) -> Recipe:
-    """A recipe by name."""
-    if isinstance(name, Recipe):
-        return name
-    if name not in RECIPES:
-        raise UsageError(f"recipe {name!r} is not known; use one of {', '.join(RECIPES)}")
-    return RECIPES[name]

@@ -13,7 +13,8 @@ from dplab.errors import UsageError
 from dplab.planner import activations, configs, published
 from dplab.planner.footprint import model_states
 from dplab.planner.memory import CATEGORIES, predict, stage_layers, states
-from dplab.planner.split import RECIPES, Recipe, Split, recipe
+from dplab.planner.recipes import RECIPES, Recipe, recipe
+from dplab.planner.split import Split
 from dplab.specs import PRECISIONS, SHARDINGS
 
 ZERO = [case for case in published.cases() if case.stem == "zero" and case.unit == "GB" and case.config]

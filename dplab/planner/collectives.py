@@ -1,0 +1,76 @@
+"""What a collective costs: latency and bandwidth by the links that its group crosses.
+
+Times are seconds, sizes bytes of the full buffer. A ring moves 2(N-1)/N of it for an all-reduce and (N-1)/N for a
+reduce-scatter or an all-gather; latency is a double binary tree's for an all-reduce and a ring's for the others.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from dplab.planner.hardware import Cluster
+from dplab.planner.recipes import Recipe
+from dplab.planner.split import Split
+
+LINK_STEP = 5.2e-6
+"""Seconds a ring step inside a node: the all-reduce table of 8 A100 in vTrain's traces, 1 to 50 MB."""
+NETWORK_STEP = 15e-6
+"""Seconds a tree step between nodes: NCCL src/graph/tuning.cc, Simple protocol."""
+NETWORK_RING_STEP = 4e-6
+"""Seconds a ring step between nodes: the same table, LL128."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """`ranks` that communicate, `in_node` of them in each node; `bandwidth` is bytes a second of each rank's ring."""
+
+    ranks: Any
+    in_node: Any
+    bandwidth: Any
+
+    @classmethod
+    def of(cls, ranks: Any, in_node: Any, cluster: Cluster, recipe: Recipe) -> Group:
+        """A group with `in_node` members beside each other; its ring leaves a node through as many NICs."""
+        ranks, in_node = np.asarray(ranks), np.minimum(ranks, np.maximum(in_node, 1))
+        inside = cluster.link * recipe.link_share
+        across = np.minimum(inside, in_node * cluster.network * recipe.network_share)
+        return cls(ranks=ranks, in_node=in_node, bandwidth=np.where(ranks > in_node, across, inside))
+
+    @property
+    def nodes(self) -> Any:
+        """Nodes that the group spans."""
+        return np.ceil(self.ranks / self.in_node)
+
+    def all_reduce(self, size: Any) -> Any:
+        """Seconds to sum `size` bytes over the group."""
+        latency = 2 * ((self.in_node - 1) * LINK_STEP + np.ceil(np.log2(self.nodes)) * NETWORK_STEP)
+        return np.where(self.ranks > 1, latency + 2 * (self.ranks - 1) / self.ranks * size / self.bandwidth, 0.0)
+
+    def all_gather(self, size: Any) -> Any:
+        """Seconds to gather, or to reduce-scatter, `size` bytes in all."""
+        latency = (self.ranks - self.nodes) / self.nodes * LINK_STEP + (self.nodes - 1) * NETWORK_RING_STEP
+        return np.where(self.ranks > 1, latency + (self.ranks - 1) / self.ranks * size / self.bandwidth, 0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Groups:
+    """The groups of a split: tensor ranks lie beside each other, then data, then pipeline stages."""
+
+    tensor: Group
+    data: Group
+    hop: Any
+    hop_latency: Any
+
+    @classmethod
+    def of(cls, split: Split, cluster: Cluster, recipe: Recipe) -> Groups:
+        """Of a cluster. `hop` is the bandwidth from one stage to the next."""
+        node = cluster.per_node
+        tensor = Group.of(split.tp, np.minimum(split.tp, node), cluster, recipe)
+        data = Group.of(split.dp, np.maximum(node // np.asarray(split.tp), 1), cluster, recipe)
+        apart = np.asarray(split.dp) * np.asarray(split.tp) >= node
+        return cls(tensor=tensor, data=data,
+                   hop=np.where(apart, cluster.network * recipe.hop_share, cluster.link * recipe.link_share),
+                   hop_latency=np.where(apart, NETWORK_STEP, LINK_STEP))

@@ -1,0 +1,207 @@
+"""A predicted step as events: the same type that a measured run records, so that both are read by the same eyes.
+
+One rank stands for each pipeline stage (its data- and tensor-parallel siblings do the same at the same time). Two
+lanes a rank: compute, and collectives in the order of their issue. Everything is predicted; nothing ran.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from dplab.planner import cost, pipeline
+from dplab.planner.cost import CONTENTION, Pieces, gather_bytes, pieces, wire_bytes
+from dplab.planner.hardware import Cluster
+from dplab.planner.memory import stage_layers
+from dplab.planner.profile import Profile
+from dplab.planner.recipes import Recipe
+from dplab.planner.split import Split
+from dplab.telemetry.events import Event
+
+_LARGEST_BUCKETS = 32
+"""Buckets of a step at most: more add events, not accuracy."""
+_AHEAD = 2
+"""Units gathered ahead of the one that computes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timeline:
+    """A predicted step: `events` of one rank a stage (times in ns from the step's start), its length in seconds."""
+
+    events: tuple[Event, ...]
+    step: float
+
+    def busy(self, rank: int = 0) -> float:
+        """Share of the step in which a rank computes."""
+        spans = [event.t1 - event.t0 for event in self.events
+                 if event.rank == rank and event.kind in ("forward", "backward", "optimizer")]
+        return sum(spans) / 1e9 / self.step
+
+
+def simulate(profile: Profile, split: Split, cluster: Cluster, recipe: Recipe) -> Timeline:
+    """One optimizer step of one split, event by event."""
+    made = pieces(profile, split, cluster, recipe)
+    lanes = [_Lane(stage, made, split, recipe) for stage in range(split.pp)]
+    shares = stage_shares(profile, split, recipe)
+    if split.pp == 1:
+        _one_stage(lanes[0], profile)
+    else:
+        forward, backward = _stage_times(made, shares, split)
+        for op in pipeline.run(forward=forward, backward=backward, micro_batches=split.accumulate,
+                               hop=float(made.hop), chunks=split.chunks):
+            lanes[op.stage].compute(op.kind, f"micro-batch {op.micro_batch}", op.start, op.end)
+        for lane, back in zip(lanes, backward, strict=True):
+            lane.reduce_behind(lane.now - (back if recipe.overlap else 0.0), lane.now)
+    adam = float(cost.optimizer(made.numel, split, cluster, recipe))
+    for lane in lanes:
+        lane.finish(adam)
+    end = max(lane.now for lane in lanes)
+    events = [event for lane in lanes for event in lane.events]
+    events += [Event("step", "train", lane.rank, 0, 0, _ns(end), {"micro_batches": split.accumulate, "moved": True})
+               for lane in lanes]
+    return Timeline(events=tuple(sorted(events, key=lambda event: (event.t1, event.rank))), step=end)
+
+
+def stage_shares(profile: Profile, split: Split, recipe: Recipe) -> list[float]:
+    """The share of all layers that each stage holds: first, middle and last as the recipe cuts them."""
+    first, _, last = (float(count) for count in stage_layers(profile, split, recipe))
+    depth = max(profile.layers, 1)
+    if split.pp <= 2:
+        return [first / depth, last / depth][:split.pp]
+    middle = (depth - first - last) / (split.pp - 2)
+    return [first / depth, *[middle / depth] * (split.pp - 2), last / depth]
+
+
+def _stage_times(made: Pieces, shares: list[float], split: Split) -> tuple[list[float], list[float]]:
+    """Seconds of each stage's forward and backward."""
+    ahead = float(made.layers.forward + made.tensor.forward)
+    back = float(made.layers.backward + made.layers.again + made.tensor.backward + made.tensor.again)
+    forward = [share * ahead for share in shares]
+    backward = [share * back for share in shares]
+    forward[-1] += float(made.head.forward)
+    backward[-1] += float(made.head.backward)
+    return forward, backward
+
+
+class _Sent(NamedTuple):
+    """A collective that was issued: when it starts and is done, and its event's attributes."""
+
+    start: float
+    done: float
+    attrs: dict[str, Any]
+
+
+class _Lane:
+    """One rank's two lanes while they fill."""
+
+    def __init__(self, rank: int, made: Pieces, split: Split, recipe: Recipe) -> None:
+        self.rank, self.made, self.split, self.recipe = rank, made, split, recipe
+        self.events: list[Event] = []
+        self.now = 0.0
+        """when compute is free"""
+        self.wire = 0.0
+        """when the last collective issued will be done"""
+        self.numel = float(made.numel)
+        self.grad = self.numel * float(wire_bytes(split, recipe))
+        self.weights = self.numel * gather_bytes(recipe)
+        self.talks = split.dp > 1
+        self.open: list[_Sent] = []
+        """collectives that nobody has waited for"""
+
+    def compute(self, kind: str, name: str, start: float, end: float) -> None:
+        self.events.append(Event(kind, name, self.rank, 0, _ns(start), _ns(end), {}))
+        self.now = end
+
+    def collective(self, name: str, size: float, ready: float, *, purpose: str = "grads",
+                   bucket: int | None = None) -> _Sent:
+        """Issues one at `ready`; it starts when the wire is free."""
+        group = self.made.groups.data
+        took = float(group.all_reduce(size) if name == "all_reduce" else group.all_gather(size))
+        start = max(ready, self.wire)
+        self.wire = start + took
+        sent = size * (self.split.dp - 1) / self.split.dp * (2 if name == "all_reduce" else 1)
+        attrs = {"purpose": purpose, "bucket": bucket, "bytes": round(sent), "exposed": 0, "filled": _ns(ready)}
+        self.events.append(Event("collective", name, self.rank, 0, _ns(ready), _ns(self.wire), attrs))
+        self.open.append(_Sent(start, self.wire, attrs))
+        return self.open[-1]
+
+    def wait(self, sent: _Sent) -> float:
+        """Compute waits for one; returns for how long."""
+        blocked = max(0.0, sent.done - self.now)
+        sent.attrs["exposed"] = _ns(blocked)
+        self.now += blocked
+        return blocked
+
+    def wait_all(self) -> None:
+        """Compute waits for all that was issued; what of each runs after compute has stopped is exposed."""
+        for sent in self.open:
+            if sent.done > self.now:
+                sent.attrs["exposed"] = _ns(sent.done - max(self.now, sent.start))
+        self.now = max(self.now, self.wire if self.open else 0.0)
+        self.open.clear()
+
+    def reduce_behind(self, start: float, end: float) -> None:
+        """Gradients of a backward that ran from `start` to `end`, bucket by bucket as they come."""
+        if not self.talks:
+            return
+        name = "all_reduce" if self.split.zero == 0 else "reduce_scatter"
+        count = max(1, min(_LARGEST_BUCKETS, round(self.grad / (25 * 2**20))))
+        hidden = 0.0
+        for bucket in range(count):
+            ready = start + (end - start) * (bucket + 1) / count
+            sent = self.collective(name, self.grad / count, ready, bucket=bucket)
+            hidden += max(0.0, min(sent.done, end) - sent.start)
+        # what a hidden collective takes from compute ends the backward later by as much
+        self.now = end + CONTENTION * hidden
+
+    def finish(self, adam: float) -> None:
+        """Optimizer once gradients are there; gathered weights of ZeRO-1 and 2 after it."""
+        self.wait_all()
+        self.compute("optimizer", "AdamW", self.now, self.now + adam)
+        if self.talks and self.split.zero in (1, 2):
+            self.wait(self.collective("all_gather", self.weights, self.now, purpose="params"))
+
+
+def _one_stage(lane: _Lane, profile: Profile) -> None:
+    """All micro-batches of a model that is not cut into stages."""
+    made, split, recipe = lane.made, lane.split, lane.recipe
+    ahead = float(made.layers.forward + made.tensor.forward + made.head.forward)
+    back = float(made.layers.backward + made.layers.again + made.tensor.backward + made.tensor.again
+                 + made.head.backward)
+    for micro_batch in range(split.accumulate):
+        name = f"micro-batch {micro_batch}"
+        if split.zero == 3 and lane.talks:
+            _units(lane, profile, "forward", name, ahead)
+            _units(lane, profile, "backward", name, back)
+            continue
+        lane.compute("forward", name, lane.now, lane.now + ahead)
+        start = lane.now
+        lane.compute("backward", name, start, start + back)
+        if split.zero == 2 or micro_batch == split.accumulate - 1:
+            lane.reduce_behind(start if recipe.overlap else lane.now, lane.now)
+            if split.zero == 2:
+                lane.wait_all()
+
+
+def _units(lane: _Lane, profile: Profile, kind: str, name: str, seconds: float) -> None:
+    """A pass of ZeRO-3: each unit waits for its weights, and in backward leaves its gradients to be reduced."""
+    units = max(1, profile.layers)
+    ahead = _AHEAD if lane.recipe.overlap else 0
+    arrived: list[_Sent] = []
+    first, hidden, blocked = lane.now, 0.0, 0.0
+    for unit in range(units):
+        while len(arrived) < min(units, unit + ahead + 1):
+            arrived.append(lane.collective("all_gather", lane.weights / units, lane.now, purpose="params",
+                                           bucket=len(arrived)))
+            hidden += arrived[-1].done - arrived[-1].start
+        blocked += lane.wait(arrived[unit])
+        lane.now += seconds / units
+        if kind == "backward":
+            sent = lane.collective("reduce_scatter", lane.grad / units, lane.now, bucket=unit)
+            hidden += sent.done - sent.start
+    hidden = max(0.0, hidden - blocked)
+    lane.compute(kind, name, first, lane.now + CONTENTION * hidden)
+
+
+def _ns(seconds: float) -> int:
+    return round(seconds * 1e9)
