@@ -101,7 +101,7 @@ RECIPES = {recipe.name: recipe for recipe in (
            overlap=False, logit=8, context=0.0, slack=0.0, host=1e-3,
            source="Narayanan et al. 2021, arXiv:2104.04473: fp16, no flash attention, gradients reduced at the end"),
     Recipe(name="megatron-2022", passes=1.0, dtype="fp16", grad=4, flash=False, overlap=False, logit=8, context=0.0,
-           slack=0.0, source="Korthikanti et al. 2022, arXiv:2205.05198: as before with sequence parallelism; 18 bytes"),
+           slack=0.0, source="Korthikanti et al. 2022, arXiv:2205.05198: as before, sequence parallel; 18 bytes"),
     Recipe(name="megatron-core", passes=1.0, grad=4, fused_norm=True, logit=8,
            source="Megatron-Core on H100: bf16, fp32 gradients, flash attention, overlapped collectives"),
     Recipe(name="zero-bubble", passes=1.0, dtype="fp16", grad=2, flash=False, partition="edges", overlap=False, logit=8,

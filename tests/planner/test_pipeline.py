@@ -10,7 +10,10 @@ from hypothesis import strategies as st
 
 from dplab.errors import UsageError
 from dplab.planner import published
+from dplab.planner.activations import in_flight
 from dplab.planner.pipeline import bubble_rate, order, run
+from dplab.planner.recipes import Recipe
+from dplab.planner.split import Split
 
 PROFILED = [case for case in published.cases() if case.kind == "bubble" and case.config.get("schedule") == "1F1B"]
 INTERLEAVED = [case for case in published.cases() if case.config.get("schedule") == "1F1B-I" and case.kind == "bubble"]
@@ -68,9 +71,6 @@ def test_every_operation_runs_once_after_what_it_needs(stages, micro_batches, ho
 
 @pytest.mark.parametrize(("stages", "chunks"), [(4, 1), (4, 2), (3, 3)])
 def test_a_stage_holds_as_many_micro_batches_as_the_memory_formula_says(stages, chunks):
-    from dplab.planner.activations import in_flight
-    from dplab.planner.recipes import Recipe
-from dplab.planner.split import Split
     for stage in range(stages):
         held = most = 0
         for kind, _, _ in order(stage, stages, 6 * stages, chunks):
