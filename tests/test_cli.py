@@ -6,12 +6,15 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from dplab import __version__
 from dplab.cli import main, parser
+from dplab.commands.base import without_nan
 
+ROOT = Path(__file__).parent.parent
 VERBS = ("lab", "train", "compare", "estimate", "explain", "runs", "attach", "trace", "doctor", "plan", "calibrate")
 
 
@@ -75,10 +78,18 @@ def test_explain(capsys):
     (["estimate", "--params", "1e9", "--world-size", "0"], "'0' is not a whole number >= 1"),
     (["estimate", "--params", "1e9"], "the following arguments are required: --world-size; see dplab estimate --help"),
     (["estimate", "--params", "1e9", "--world-size", "2", "--strategy", "zero4"], "strategy 'zero4' is not known"),
-    (["estimate", "--params", "1e9", "--world-size", "2", "--layers", "2"], "--hidden, --sequence is missing"),
+    (["estimate", "--params", "1e9", "--world-size", "2", "--layers", "2"], "--hidden, --sequence are missing"),
     (["estimate", "--params", "1", "--world-size", "2", "--layers", "2", "--hidden", "8", "--sequence", "8",
       "--no-flash"], "--no-flash needs --heads"),
-    (["estimate", "--params", "1e9", "--world-size", "2", "--fast"], "unrecognized arguments: --fast"),
+    (["estimate", "--params", "1e9", "--world-size", "2", "--layers", "2", "--hidden", "8"], "--sequence is missing"),
+    (["estimate", "--params", "1e9", "--world-size", "2", "--heads", "4"], "about activations, which need --layers"),
+    (["estimate", "--params", "1e300", "--world-size", "2"], "'1e300' is too large; give a number up to 1e+24"),
+    (["estimate", "--params", "1e9", "--world-size", "2", "--fast"],
+     "unrecognized arguments: --fast; see dplab estimate --help"),
+    (["--json", "runs"], "unrecognized arguments: --json; see dplab runs --help (--json stands after the verb)"),
+    (["runs", "extra"], "unrecognized arguments: extra; see dplab runs --help"),
+    (["doctor", "--seeds", "2"], "--seeds is the number of delayed runs of a race hunt; give --races too"),
+    (["lab", "--lay-only", "here"], "lab --lay-only lays the notebooks into the current folder; leave here out"),
     (["plan", "--model", "llama-7b"], "dplab plan is not implemented yet; dplab estimate predicts memory"),
     (["calibrate"], "dplab calibrate is not implemented yet"),
     (["trian"], "invalid choice: 'trian'"),
@@ -87,6 +98,22 @@ def test_explain(capsys):
     (["train", "--strategy", "zero2+recompute"], "recompute=full is not implemented yet; leave it out"),
     (["train", "--world-size", "0"], "argument --world-size: '0' is not a whole number >= 1"),
     (["train", "--steps", "0"], "argument --steps: '0' is not a whole number >= 1"),
+    (["train", "--steps", "1e30"], "argument --steps: '1e30' is too large; give a whole number up to 1e+12"),
+    (["train", "--lr", "1e300"], "argument --lr: '1e300' is too large for a learning rate; give one up to 1e6"),
+    (["train", "--lr", "-1"], "argument --lr: '-1' is not a number above 0"),
+    (["train", "--seed", "9" * 30], "is not a whole number from 0 to 2^63 - 1"),
+    (["train", "--seed", "9" * 5000], "is not a whole number from 0 to 2^63 - 1"),
+    (["train", "--seed", "-5"], "argument --seed: '-5' is not a whole number from 0 to 2^63 - 1"),
+    (["train", "--seed", "x"], "argument --seed: 'x' is not a whole number"),
+    (["train", "--hidden", "0"], "unrecognized arguments: --hidden 0; see dplab train --help"),
+    (["train", "--backend", "mpi"], "argument --backend: invalid choice: 'mpi' (choose from"),
+    (["train", "--label", "a\nb"], "a label is a string of 1 to 80 printable characters without / and"),
+    (["train", "--strategy", "zero2+accum2+accum3"], "gives accumulate twice, by 'accum2' and by 'accum3'"),
+    (["train", "--data", ""], "data path '' is empty; give a file or a folder of text"),
+    (["train", "--data", "~nobody-of-that-name"], "cannot be looked at"),
+    (["train", "--data", "elsewhere", "--model", "mlp"], "data 'elsewhere' is not possible for an image model"),
+    (["train", "--world-size", "1e9"], "is not allowed; this machine has"),
+    (["compare", "ddp", "--lr", "inf"], "argument --lr: 'inf' is not a finite number"),
     (["train", "--model", "gtp"], "model 'gtp' is not known; use one of tiny-gpt, bench-gpt, mlp, cnn"),
     (["train", "--optimizer", "muon"], "optimizer 'muon' is not known; use one of adamw, adam, sgd"),
     (["train", "--data", "/nowhere"], "data path '/nowhere' does not exist; give a file or a folder of text"),
@@ -104,6 +131,61 @@ def test_bad_usage_is_one_sentence_and_status_2(arguments, sentence, capsys):
     assert sentence in err
     assert err.count("\n") == 1
     assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(("runs", "sentence"), [
+    ("{file}", "{file} is a file, runs need a folder; set DPLAB_RUNS or root to one"),
+    ("{file}/deeper", "{file} is a file, runs need a folder"),
+    ("~nobody-of-that-name", "~nobody-of-that-name names no home directory; set DPLAB_RUNS to a folder"),
+])
+@pytest.mark.parametrize("verb", [["train", "--steps", "1"], ["compare", "ddp", "--steps", "1"], ["runs"],
+                                  ["attach", "2026"], ["doctor"]])
+def test_a_folder_of_runs_that_is_none(verb, runs, sentence, capsys, monkeypatch, tmp_path):
+    file = tmp_path / "file"
+    file.touch()
+    monkeypatch.setenv("DPLAB_RUNS", runs.format(file=file))
+    status, out, err = said(capsys, *verb)
+    assert (status, out) == (2, "")
+    assert sentence.format(file=file) in err
+    assert err.startswith("dplab: ")
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("verb", ["train", "compare"])
+def test_a_folder_in_which_nothing_can_be_written(verb, capsys, monkeypatch):
+    monkeypatch.setenv("DPLAB_RUNS", "/proc/runs")
+    status, out, err = said(capsys, verb, "--steps", "1")
+    assert (status, out) == (2, "")
+    assert "run directory /proc/runs/" in err
+    assert "free space or allow writing there, or set DPLAB_RUNS to another folder" in err
+
+
+def test_an_answer_that_cannot_be_written():
+    if not os.path.exists("/dev/full"):
+        pytest.skip("this system has no /dev/full")
+    command = f"{sys.executable} -m dplab explain zero3 > /dev/full"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr == "dplab: the answer cannot be written to standard output: No space left on device\n"
+
+
+def test_a_current_folder_that_is_gone(tmp_path):
+    command = f"mkdir {tmp_path}/gone; cd {tmp_path}/gone; rmdir ../gone; {sys.executable} -m dplab runs"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False,
+                          env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert done.returncode == 2
+    assert done.stderr.endswith("dplab: the current folder no longer exists; change to one that does\n")
+    assert "Traceback" not in done.stderr
+
+
+def test_json_has_no_nan():
+    assert without_nan({"a": [float("nan"), 1.5, (float("inf"),)], "b": None, "c": "nan"}) == {
+        "a": [None, 1.5, [None]], "b": None, "c": "nan"}
+
+
+def test_what_is_not_there_yet_says_so_in_the_help():
+    words = parser().format_help().split()
+    assert all(words[words.index(verb):][1:3] == ["(not", "yet)"] for verb in ("plan", "calibrate"))
 
 
 def test_an_empty_corpus(tmp_path, capsys):

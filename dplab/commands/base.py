@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from dplab.errors import UsageError
+
+_MOST = 10**12
 
 
 @dataclass(frozen=True)
@@ -33,16 +36,34 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(f"{message}; see {self.prog} --help")
 
 
-def verb(verbs: Verbs, name: str, run: Callable[[argparse.Namespace], Answer], *, about: str,
-         example: str) -> argparse.ArgumentParser:
-    """Declares a verb: `about` is its line in `dplab --help`, `example` stands below its own."""
+def verb(verbs: Verbs, name: str, run: Callable[[argparse.Namespace], Answer], *, about: str, example: str,
+         notes: str = "") -> argparse.ArgumentParser:
+    """Declares a verb: `about` is its line in `dplab --help`; `example` and `notes` stand below its own."""
     parser: argparse.ArgumentParser = verbs.add_parser(
-        name, help=about, description=about[0].upper() + about[1:] + ".", epilog=f"example:\n  {example}",
+        name, help=about, description=about[0].upper() + about[1:] + ".",
+        epilog=f"example:\n  {example}" + (f"\n\n{notes}" if notes else ""),
         formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true",
-                        help="one JSON object on standard output, everything else on standard error")
-    parser.set_defaults(run=run)
+                        help="one JSON object on standard output, everything else on standard error; null for what is "
+                             "not recorded or no number")
+    parser.set_defaults(run=run, verb=name)
     return parser
+
+
+def count(number: int, noun: str) -> str:
+    """`1 run`, `2 runs`, `no runs`."""
+    return f"{number or 'no'} {noun}{'' if number == 1 else 's'}"
+
+
+def without_nan(value: Any) -> Any:
+    """The same with null for what is no number (a loss that diverged): JSON has no NaN and no infinity."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: without_nan(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_nan(part) for part in value]
+    return value
 
 
 def whole_number(text: str) -> int:
@@ -50,14 +71,36 @@ def whole_number(text: str) -> int:
     value = _number(text)
     if value != int(value) or value < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number >= 1")
+    if value > _MOST:
+        raise argparse.ArgumentTypeError(f"{text!r} is too large; give a whole number up to {_MOST:.0e}")
     return int(value)
+
+
+def seed(text: str) -> int:
+    """An argparse type: what torch's generators take as a seed."""
+    try:
+        value = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a whole number from 0 to 2^63 - 1") from None
+    if not 0 <= value < 2**63:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a whole number from 0 to 2^63 - 1")
+    return value
+
+
+def learning_rate(text: str) -> float:
+    """An argparse type: a number above 0 that fp32 can hold after an optimizer's bias correction."""
+    if _number(text) > 1e6:
+        raise argparse.ArgumentTypeError(f"{text!r} is too large for a learning rate; give one up to 1e6")
+    return positive(text)
 
 
 def positive(text: str) -> float:
     """An argparse type: a number above 0."""
     value = _number(text)
-    if not 0 < value < float("inf"):
+    if value <= 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    if value > _MOST**2:
+        raise argparse.ArgumentTypeError(f"{text!r} is too large; give a number up to {_MOST**2:.0e}")
     return value
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import random
 import statistics
 import sys
@@ -13,17 +14,28 @@ from dplab.commands.base import Answer, Verbs, verb, whole_number
 from dplab.commands.kept import KeptWorld
 from dplab.commands.train import ProgressLine, checked_workload, usage_error_of, workload_arguments
 from dplab.errors import RankFailed, UsageError
+from dplab.peers.catalog import System, system
 from dplab.telemetry.summary import Summary
 
 DEFAULT = ["ddp", "zero1", "zero2", "zero3", "single"]
 _WARM_UP = 3
 """Steps of a first turn that is not counted."""
+_NOTES = f"""how to read it:
+  step ms   median over blocks of the mean step; tokens/s is that of all ranks at this step time, without the waiting
+            between turns (dplab attach RUN tells the rate from first to last step)
+  ratio     median of the ratios of paired blocks, with the 95 % interval of that median: it takes out a machine that
+            drifts, and so may differ from the ratio of the two step times beside it
+  loss      of the last counted step, mean over ranks; {_WARM_UP} steps to warm up come before those that count
+  memory    private bytes of all ranks and their shared pages once, at the peak
+  sent      by rank 0, where the system counts
+  sync ms   exposed, where the system tells"""
 
 
 def add(verbs: Verbs) -> None:
     """Declares the verb."""
     parser = verb(verbs, "compare", compare, about="measure systems side by side on the same work",
-                  example="dplab compare ddp zero1 zero2 zero3 torch:ddp torch:fsdp2 single --world-size 2")
+                  example="dplab compare ddp zero1 zero2 zero3 torch:ddp torch:fsdp2 single --world-size 2",
+                  notes=_NOTES)
     parser.add_argument("systems", nargs="*", metavar="SYSTEM",
                         help="ddp, zero1, zero2, zero3, a longer strategy, torch:ddp, torch:zero1, torch:fsdp2, "
                              "deepspeed:1|2|3, single (no synchronisation at all); the first is what ratios are "
@@ -55,9 +67,6 @@ class Contender:
 
 def compare(args: argparse.Namespace) -> Answer:
     """Starts a world a system, gives them turns, tabulates."""
-    from dplab.launcher.launch import launch
-    from dplab.peers.catalog import system
-
     names = args.systems or DEFAULT
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
@@ -67,24 +76,26 @@ def compare(args: argparse.Namespace) -> Answer:
     skipped = [{"strategy": each.name, "reason": each.missing()} for each in chosen if each.missing()]
     for row in skipped:
         print(f"{row['strategy']} is skipped: {row['reason']}", file=sys.stderr)
-    contenders: list[Contender] = []
     try:
-        for each in chosen:
-            if each.missing():
-                continue
-            run = launch("dplab.peers.serve:serve", world_size=args.world_size, args=(each.name,), kwargs=kwargs,
-                         backend=args.backend, detach=False, label=f"compare {each.name}")
-            contenders.append(Contender(each.name, KeptWorld(run, args.world_size)))
-        if not contenders:
-            raise UsageError("no system is left to compare; " + "; ".join(str(row["reason"]) for row in skipped))
-        _take_turns(contenders, args.steps, min(args.block, args.steps))
-        rows = [_row(each, contenders[0], args.world_size) for each in contenders]
+        with contextlib.ExitStack() as worlds:      # each is closed, whatever closing another one raises
+            contenders = [_start(each, args, kwargs, worlds) for each in chosen if not each.missing()]
+            if not contenders:
+                raise UsageError("no system is left to compare; " + "; ".join(str(row["reason"]) for row in skipped))
+            _take_turns(contenders, args.steps, min(args.block, args.steps))
+            rows = [_row(each, contenders[0], args.world_size) for each in contenders]
     except RankFailed as error:
         raise usage_error_of(error) or error from None
-    finally:
-        for contender in contenders:
-            contender.world.close()
     return Answer({"rows": rows, "baseline": contenders[0].name, "skipped": skipped}, _table(rows))
+
+
+def _start(each: System, args: argparse.Namespace, kwargs: dict[str, Any], worlds: contextlib.ExitStack) -> Contender:
+    from dplab.launcher.launch import LABEL_LENGTH, launch
+
+    run = launch("dplab.peers.serve:serve", world_size=args.world_size, args=(each.name,), kwargs=kwargs,
+                 backend=args.backend, detach=False, label=f"compare {each.name}"[:LABEL_LENGTH])
+    world = KeptWorld(run, args.world_size)
+    worlds.callback(world.close)
+    return Contender(each.name, world)
 
 
 def _take_turns(contenders: list[Contender], steps: int, block: int) -> None:
@@ -93,12 +104,12 @@ def _take_turns(contenders: list[Contender], steps: int, block: int) -> None:
         line.show(f"starting {each.name}")
         each.world.connect()
         each.turn(_WARM_UP, counted=False)
-    blocks = max(1, round(steps / block))
-    for index in range(blocks):
+    blocks = [min(block, steps - begun) for begun in range(0, steps, block)]
+    for index, size in enumerate(blocks):
         # Every other round the other way round: what follows a system should not always be the same one.
         for each in contenders if index % 2 == 0 else reversed(contenders):
-            line.show(f"block {index + 1}/{blocks} {each.name}")
-            each.turn(block, counted=True)
+            line.show(f"block {index + 1}/{len(blocks)} {each.name}")
+            each.turn(size, counted=True)
     line.end()
 
 
@@ -117,7 +128,8 @@ def _row(each: Contender, baseline: Contender, world_size: int) -> dict[str, Any
     summary.feed(each.world.run.reader().poll())
     median = statistics.median(each.step_ms)
     return {"strategy": each.name, "world_size": world_size, "backend": results[0]["backend"],
-            "steps": len(each.losses), "loss_first": each.losses[0], "loss_last": each.losses[-1],
+            "steps": len(each.losses) - _WARM_UP, "warm_up_steps": _WARM_UP,
+            "loss_first": each.losses[0], "loss_last": each.losses[-1],
             "tokens_per_s": each.tokens * 1e3 / median, "step_ms_median": median, "sync_ms_median": summary.sync_ms,
             "peak_bytes": each.world.peak_bytes, "peak_total_bytes": each.world.peak_total_bytes,
             "memory": results[0]["memory"], "wire": results[0]["wire"], "run_dir": str(each.world.run.path),
@@ -125,12 +137,13 @@ def _row(each: Contender, baseline: Contender, world_size: int) -> dict[str, Any
 
 
 def _table(rows: list[dict[str, Any]]) -> str:
-    head = ("system", "step ms", f"ratio to {rows[0]['strategy']} [95 %]", "sync ms", "tokens/s", "last loss",
-            "memory MB", "sent MB/step")
+    head = ("system", "step ms", f"paired ratio to {rows[0]['strategy']} [95 %]", "sync ms", "tokens/s", "last loss",
+            "MB, all ranks", "sent MB/step")
     lines = [head]
     for row in rows:
         ratio, sync = row["ratio"], row["sync_ms_median"]
-        sent = sum(each["bytes"] for name, each in row["wire"].items() if name != "init") / row["steps"] / 1e6
+        sent = sum(each["bytes"] for name, each in row["wire"].items() if name != "init")
+        sent /= (row["steps"] + row["warm_up_steps"]) * 1e6
         lines.append((row["strategy"], f"{row['step_ms_median']:.1f}",
                       f"{ratio['median']:.3f} [{ratio['low']:.3f}, {ratio['high']:.3f}]",
                       "-" if sync is None else f"{sync:.1f}", f"{row['tokens_per_s']:,.0f}", f"{row['loss_last']:.4f}",
@@ -138,5 +151,4 @@ def _table(rows: list[dict[str, Any]]) -> str:
     widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
     table = ["  ".join(cell.ljust(width) if column == 0 else cell.rjust(width)
                        for column, (cell, width) in enumerate(zip(line, widths, strict=True))) for line in lines]
-    return "\n".join([*table, "memory: private bytes of all ranks and their shared pages once, at the peak; sent: by "
-                              "rank 0, where the system counts; sync: exposed, where the system tells"])
+    return "\n".join([*table, "", _NOTES])

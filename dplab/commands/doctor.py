@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from dplab.commands.base import Answer, Verbs, verb, whole_number
+from dplab.commands.base import Answer, Verbs, count, verb, whole_number
 from dplab.errors import DplabError, UsageError
 
 _PACKAGES = ("dplab", "torch", "numpy", "psutil", "nvidia-ml-py", "cloudpickle", "jupyterlab", "ipywidgets",
@@ -25,7 +25,7 @@ def add(verbs: Verbs) -> None:
     parser.add_argument("run_id", nargs="?", metavar="RUN", help="a run's id or directory (default: the machine)")
     parser.add_argument("--races", action="store_true",
                         help="hunt for races: train with random delays everywhere and compare every bit")
-    parser.add_argument("--seeds", type=whole_number, default=5, help="delayed runs a strategy (default: 5)")
+    parser.add_argument("--seeds", type=whole_number, help="delayed runs a strategy, with --races (default: 5)")
 
 
 def doctor(args: argparse.Namespace) -> Answer:
@@ -33,7 +33,9 @@ def doctor(args: argparse.Namespace) -> Answer:
     if args.races:
         if args.run_id is not None:
             raise UsageError(f"doctor {args.run_id} --races: a hunt trains a model of its own; leave the run out")
-        return _races(args.seeds)
+        return _races(args.seeds or 5)
+    if args.seeds is not None:
+        raise UsageError("--seeds is the number of delayed runs of a race hunt; give --races too, or leave it out")
     return _machine() if args.run_id is None else _run(args.run_id)
 
 
@@ -47,8 +49,8 @@ def _races(seeds: int) -> Answer:
             found.append({"strategy": race.strategy, "seed": race.seed, "parameter": race.parameter})
         if race.seed == seeds - 1:
             races = [each for each in found if each["strategy"] == race.strategy]
-            told = f"{len(races)} of {seeds} runs differ, first in {races[0]['parameter']}" if races else (
-                f"{seeds} runs, no bit differs")
+            told = f"{len(races)} of {count(seeds, 'run')} differ, first in {races[0]['parameter']}" if races else (
+                f"{count(seeds, 'run')}, no bit differs")
             lines.append(f"{race.strategy:14}{told}")
     return Answer({"seeds": seeds, "strategies": list(strategies), "races": found}, "\n".join(lines),
                   status=int(bool(found)))
@@ -114,8 +116,9 @@ def _run(run_id: str) -> Answer:
             row |= {"step": standing.step, "phase": standing.phase, "bucket": standing.bucket,
                     "seconds_ago": (now - standing.time) / 1e9 if lives else None}
         ranks.append(row)
-    data = {"id": run.id, "state": run.state, "ranks": ranks, "run_dir": str(run.path)}
-    lines = [f"run {run.id}: {run.state}"]
+    data = {"id": run.id, "state": run.state, "failure": run.failure, "stopped_by": run.stopped_by, "ranks": ranks,
+            "run_dir": str(run.path)}
+    lines = [f"run {run.id}: {': '.join(filter(None, (run.state, run.failure or run.stopped_by)))}"]
     for row in ranks:
         where = row.get("note", "has noted nothing yet")
         if "step" in row:

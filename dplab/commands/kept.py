@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dplab.errors import RunError
+from dplab.errors import RunFailed
 from dplab.peers.catalog import ANSWERS, TURNS
 from dplab.telemetry.rundir import ENDED, RunDirectory
 
@@ -47,8 +47,8 @@ class KeptWorld:
             except OSError:      # not made yet, or nobody reads it yet
                 self._require_alive()
                 if time.monotonic() > deadline:
-                    raise RunError(f"run {self.run.path} did not get ready in {_START_SECONDS:.0f} s; "
-                                   f"its ranks' logs tell where they are") from None
+                    raise RunFailed(f"run {self.run.path} did not get ready in {_START_SECONDS:.0f} s; "
+                                    f"its ranks' logs tell where they are") from None
                 time.sleep(0.01)
 
     def turn(self, steps: int) -> list[dict[str, Any]]:
@@ -91,7 +91,7 @@ class KeptWorld:
     def _require_alive(self) -> None:
         if self.run.state in ENDED:
             self.run.wait()      # raises what a rank failed with
-            raise RunError(f"run {self.run.path} ended before its turn")
+            raise RunFailed(f"run {self.run.path} ended before its turn")
 
     def _sample(self) -> None:
         processes = self._directory.processes()

@@ -28,6 +28,8 @@ def lab(args: argparse.Namespace) -> Answer:
     """Lays the notebooks where there is no checkout, then becomes JupyterLab."""
     from dplab.resources import NOTEBOOKS, folder, is_checkout, lay_notebooks
 
+    if args.lay_only and args.rest:
+        raise UsageError(f"lab --lay-only lays the notebooks into the current folder; leave {' '.join(args.rest)} out")
     here, said = Path.cwd(), []
     target = folder(NOTEBOOKS)
     written: list[Path] = []

@@ -32,8 +32,8 @@ def add(verbs: Verbs) -> None:
     parser.add_argument("--params", type=positive, default=7.4e6, metavar="P", help="parameters (default: 7.4e6)")
     parser.add_argument("--world-size", type=whole_number, default=2, metavar="N", help="ranks (default: 2)")
 
-    for name in ("plan", "calibrate"):
-        parser = verb(verbs, name, _refuse, about="not implemented yet",
+    for name, about in (("plan", "choose a layout for a cluster"), ("calibrate", "measure this machine for `plan`")):
+        parser = verb(verbs, name, _refuse, about=f"(not yet) {about}",
                       example="dplab estimate --params 7.5e9 --world-size 64 --strategy zero2")
         parser.set_defaults(name=name, passes_on=True)
 
@@ -47,11 +47,15 @@ def estimate(args: argparse.Namespace) -> Answer:
     if any(given.values()):
         missing = [f"--{name}" for name, value in given.items() if value is None]
         if missing:
-            raise UsageError(f"activations need --layers, --hidden and --sequence; {', '.join(missing)} is missing")
+            raise UsageError(f"activations need --layers, --hidden and --sequence; {', '.join(missing)} "
+                             f"{'is' if len(missing) == 1 else 'are'} missing")
         if args.no_flash and args.heads is None:
             raise UsageError("--no-flash needs --heads, the number of attention matrices that are stored")
         shape = footprint.ModelShape(**given, heads=args.heads or 1, micro_batch=args.micro_batch,
                                      vocabulary=args.vocabulary or 0, flash=not args.no_flash)
+    elif args.heads or args.vocabulary or args.micro_batch > 1 or args.no_flash:
+        raise UsageError("--heads, --micro-batch, --vocabulary and --no-flash are about activations, which need "
+                         "--layers, --hidden and --sequence; give those too")
     result = footprint.estimate(params=args.params, world_size=args.world_size, strategy=args.strategy,
                                 optimizer=args.optimizer, shard=args.shard, shape=shape)
     return Answer(result.to_dict(), str(result))

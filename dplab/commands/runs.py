@@ -11,7 +11,7 @@ from dplab.commands.base import Answer, Verbs, verb
 from dplab.commands.measure import figures, progress
 from dplab.commands.train import TICK_SECONDS, ProgressLine
 from dplab.errors import RankFailed, RunError
-from dplab.telemetry.rundir import ENDED
+from dplab.telemetry.rundir import DAMAGED, ENDED, runs_root
 from dplab.telemetry.summary import Summary
 
 if TYPE_CHECKING:
@@ -33,17 +33,25 @@ def add(verbs: Verbs) -> None:
 
 
 def runs(args: argparse.Namespace) -> Answer:
-    """All runs below the root."""
+    """All runs below the root, damaged ones marked."""
     from dplab.launcher.run import runs as found
 
     rows = [_row(run) for run in found()]
     if not rows:
-        return Answer({"runs": []}, "no runs yet; dplab train or dplab.launch makes one")
-    columns = ("id", "state", "strategy", "world_size", "function", "label")
-    texts = [columns, *(tuple(str("-" if row[name] is None else row[name]) for name in columns) for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in texts]
-    return Answer({"runs": rows}, "\n".join(lines))
+        return Answer({"runs": []}, f"no runs in {runs_root()} yet; dplab train or dplab.launch makes one")
+    head = ("id", "started", "state", "step", "strategy", "ranks", "function", "label")
+    lines = [head, *(tuple("-" if value is None else _in_one_line(str(value)) for value in (
+        row["id"], row["started"] and row["started"][:19].replace("T", " "), row["state"], row["step"],
+        row["strategy"], row["world_size"], row["function"], row["label"])) for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    texts = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
+    texts += [f"{row['id']} is damaged: {row['failure']}" for row in rows if row["state"] == DAMAGED]
+    return Answer({"runs": rows}, "\n".join(texts))
+
+
+def _in_one_line(text: str) -> str:
+    """Without what would move the cursor."""
+    return "".join(character if character.isprintable() else "?" for character in text)
 
 
 def attach(args: argparse.Namespace) -> Answer:
@@ -63,10 +71,13 @@ def attach(args: argparse.Namespace) -> Answer:
         with contextlib.suppress(TimeoutError, RankFailed, RunError):      # told below, by state and reason
             run.wait(timeout=TICK_SECONDS)
     line.end()
-    data = {**_row(run), "failure": run.failure, "steps": summary.steps, "loss_last": summary.loss,
+    data = {**_row(run), "stopped_by": run.stopped_by, "steps": summary.steps, "loss_last": summary.loss,
             **figures(summary)}
-    text = f"run {run.id} {run.state}" + (f": {run.failure}" if run.failure else "")
-    return Answer(data, text, status=int(run.state == "failed"))
+    if data["state"] == DAMAGED:
+        raise RunError(data["failure"])
+    reason = data["failure"] or data["stopped_by"]
+    text = f"run {run.id} {data['state']}" + (f": {reason}" if reason else "")
+    return Answer(data, text, status=int(data["state"] == "failed"))
 
 
 def trace(args: argparse.Namespace) -> Answer:
@@ -80,6 +91,12 @@ def trace(args: argparse.Namespace) -> Answer:
 
 
 def _row(run: Run) -> dict[str, Any]:
-    spec = run.spec
-    return {"id": run.id, "state": run.state, "strategy": spec.strategy, "world_size": spec.world_size,
-            "function": spec.function, "label": spec.label, "run_dir": str(run.path)}
+    """A run in plain values; of a damaged one what can be told."""
+    row: dict[str, Any] = dict.fromkeys(("strategy", "world_size", "function", "label", "started", "step"))
+    state = run.state
+    with contextlib.suppress(RunError):      # `failure` says it
+        spec = run.spec
+        row |= {"strategy": spec.strategy, "world_size": spec.world_size, "function": spec.function,
+                "label": spec.label, "started": run.started.isoformat(timespec="seconds")}
+        row["step"] = run.step
+    return {"id": run.id, "state": state, **row, "failure": run.failure, "run_dir": str(run.path)}

@@ -7,9 +7,9 @@ import statistics
 import sys
 from typing import TYPE_CHECKING, Any
 
-from dplab.commands.base import Answer, Verbs, positive, verb, whole_number
+from dplab.commands.base import Answer, Verbs, count, learning_rate, seed, verb, whole_number
 from dplab.commands.measure import figures, progress
-from dplab.errors import RankFailed, RunError, UsageError
+from dplab.errors import RankFailed, RunFailed, UsageError
 from dplab.specs import Strategy
 from dplab.telemetry.summary import Summary
 from dplab.workloads.catalog import CATALOG, OPTIMIZERS, optimizer_class, workload
@@ -39,10 +39,10 @@ def workload_arguments(parser: argparse.ArgumentParser) -> None:
                         "own source; image models: digits)")
     parser.add_argument("--batch-size", type=whole_number, default=8, metavar="B",
                         help="samples a rank and micro-batch (default: 8)")
-    parser.add_argument("--lr", type=positive, default=1e-3, help="learning rate (default: 1e-3)")
+    parser.add_argument("--lr", type=learning_rate, default=1e-3, help="learning rate (default: 1e-3)")
     parser.add_argument("--optimizer", default="adamw", help=f"{', '.join(OPTIMIZERS)} (default: adamw)")
-    parser.add_argument("--seed", type=int, default=0, help="of weights and order of samples (default: 0)")
-    parser.add_argument("--backend", help="gloo or nccl (default: what the machine has)")
+    parser.add_argument("--seed", type=seed, default=0, help="of weights and order of samples (default: 0)")
+    parser.add_argument("--backend", choices=("gloo", "nccl"), help="gloo or nccl (default: what the machine has)")
 
 
 def checked_workload(args: argparse.Namespace) -> dict[str, Any]:
@@ -51,7 +51,9 @@ def checked_workload(args: argparse.Namespace) -> dict[str, Any]:
 
     entry = workload(args.model)
     optimizer_class(args.optimizer)
-    if args.data is not None and entry.data == "text":
+    if entry.data == "images":
+        corpora.require_digits(args.data)
+    elif args.data is not None:
         corpora.load(args.data)
     return {"model": args.model, "data": args.data, "batch_size": args.batch_size, "lr": args.lr, "seed": args.seed,
             "optimizer": args.optimizer}
@@ -99,8 +101,8 @@ def watch(run: Run, steps: int) -> tuple[list[dict[str, Any]], Summary]:
     line.show(progress(summary, steps))
     line.end()
     if None in results:
-        raise RunError(f"run {run.id} was stopped after {summary.steps} of {steps} steps; "
-                       f"what it recorded is in {run.path}")
+        raise RunFailed(f"run {run.id} was stopped after {summary.steps} of {steps} steps; "
+                        f"what it recorded is in {run.path}")
     return results, summary
 
 
@@ -143,8 +145,9 @@ class ProgressLine:
 
 
 def _text(data: dict[str, Any]) -> str:
-    rows = [("strategy", f"{data['strategy']} on {data['world_size']} ranks over {data['backend']}"),
-            ("loss", f"{data['loss_first']:.4f} -> {data['loss_last']:.4f} in {data['steps']} steps")]
+    rows = [("strategy", f"{data['strategy']} on {count(data['world_size'], 'rank')} over {data['backend']}"),
+            ("loss", f"{data['loss_first']:.4f} -> {data['loss_last']:.4f} in {count(data['steps'], 'step')}, "
+                     f"mean over ranks")]
     if data["step_ms_median"] is not None:
         rows.append(("step", f"{data['step_ms_median']:.1f} ms, of which {data['sync_ms_median']:.1f} ms exposed "
                              f"synchronisation (medians)"))
@@ -155,7 +158,7 @@ def _text(data: dict[str, Any]) -> str:
     if data["peak_bytes"]:
         rows.append(("process", ", ".join(f"{size / 1e6:,.0f}" for size in data["peak_bytes"])
                      + " MB private at the peak, by rank"))
-    rows += [("wire", f"{name}: {row['count']} times, {row['bytes'] / 1e6:,.1f} MB sent by rank 0")
+    rows += [("wire", f"{name}: {count(row['count'], 'time')}, {row['bytes'] / 1e6:,.1f} MB sent by rank 0")
              for name, row in data["wire"].items()]
     rows.append(("run", data["run_dir"]))
     return "\n".join(f"{name:12}{value}" for name, value in rows)

@@ -18,6 +18,7 @@ import torch
 import dplab
 from dplab.peers.base import Setup, Trainer
 from dplab.peers.catalog import ANSWERS, TURNS, system
+from dplab.telemetry.recorder import current, now
 from dplab.workloads import corpora, models
 from dplab.workloads.catalog import optimizer_class, workload
 
@@ -38,10 +39,13 @@ def serve(name: str, *, model: str, data: str | None, batch_size: int, lr: float
     for pipe in (ANSWERS, TURNS):      # the one that the other side looks for comes last
         os.mkfifo(directory / pipe, 0o600)
     with open(directory / TURNS) as turns, open(directory / ANSWERS, "w", buffering=1) as answers:
+        waiting = now()
         for line in turns:
+            current().span("pause", "turn", waiting, now())      # the others' turns are no time of a step of ours
             if int(line) == 0:
                 break
             answers.write(json.dumps(_block(trainer, batches, int(line))) + "\n")
+            waiting = now()
     return {"backend": world.backend, "memory": trainer.memory(), "wire": trainer.wire()}
 
 

@@ -7,6 +7,7 @@ line can refuse a path at once.
 
 from __future__ import annotations
 
+import importlib.util
 import sysconfig
 import zlib
 from dataclasses import dataclass, field
@@ -87,9 +88,7 @@ def load(path: str | Path | None = None, *, split: str = "train") -> Corpus:
         raise UsageError(f"split {split!r} is not known; use one of {', '.join(SPLITS)}")
     if path is None:
         return _read(_standard_library(), Path(sysconfig.get_path("stdlib")), "the standard library's source", split)
-    root = Path(path).expanduser()
-    if not root.exists():
-        raise UsageError(f"data path {str(path)!r} does not exist; give a file or a folder of text")
+    root = _existing(path)
     if root.is_dir():
         files = sorted(found for found in root.rglob("*") if found.is_file() and not _is_hidden(found, root))
         return _read(files, root, f"folder {str(path)!r}", split)
@@ -102,9 +101,17 @@ def dataset(path: str | Path | None, *, images: bool, sequence: int = 128, split
     """What a workload trains on: text windows of `sequence` tokens, or for an image model the digits."""
     if not images:
         return TextDataset(load(path, split=split), sequence)
+    require_digits(path)
+    return digits(split=split)
+
+
+def require_digits(path: str | Path | None) -> None:
+    """UsageError where an image model cannot train on `path`, which may be left out or 'digits'; without torch."""
     if path not in (None, "digits"):
         raise UsageError(f"data {str(path)!r} is not possible for an image model; it trains on 'digits'")
-    return digits(split=split)
+    if importlib.util.find_spec("sklearn") is None:
+        raise UsageError("the digits are bundled with scikit-learn, which is not installed; "
+                         "pip install 'dplab[images]'")
 
 
 def digits(*, split: str = "train") -> Data:
@@ -114,12 +121,9 @@ def digits(*, split: str = "train") -> Data:
     """
     if split not in SPLITS:
         raise UsageError(f"split {split!r} is not known; use one of {', '.join(SPLITS)}")
-    try:
-        from sklearn.datasets import load_digits
-    except ImportError as error:
-        raise UsageError("the digits are bundled with scikit-learn, which is not installed; "
-                         "pip install 'dplab[images]'") from error
+    require_digits(None)
     import torch
+    from sklearn.datasets import load_digits
     from torch.utils.data import TensorDataset
 
     images, classes = load_digits(return_X_y=True)
@@ -127,6 +131,20 @@ def digits(*, split: str = "train") -> Data:
     chosen = held_out if split == "held-out" else ~held_out
     x = torch.from_numpy(images[chosen].astype(np.float32) / 16).view(-1, 1, 8, 8)
     return cast(Data, TensorDataset(x, torch.from_numpy(classes[chosen].astype(np.int64))))
+
+
+def _existing(path: str | Path) -> Path:
+    advice = "give a file or a folder of text"
+    if not str(path):
+        raise UsageError(f"data path '' is empty; {advice}, or leave it out for the standard library's source")
+    try:
+        root = Path(path).expanduser()
+        if not root.exists():
+            raise UsageError(f"data path {str(path)!r} does not exist; {advice}")
+    except (OSError, RuntimeError) as error:      # a name too long, a folder that is closed, an unknown user's home
+        raise UsageError(f"data path {str(path)[:80]!r} cannot be looked at "
+                         f"({getattr(error, 'strerror', None) or error}); {advice}") from error
+    return root
 
 
 def _standard_library() -> list[Path]:

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from dplab.commands.compare import paired_ratio
+from dplab.commands.compare import _table, paired_ratio
 
 
 def test_a_systems_ratio_to_itself_is_one():
@@ -34,3 +34,18 @@ def test_the_interval_covers_the_truth_about_as_often_as_it_says():
 
 def test_one_block_has_an_interval_of_one_point():
     assert paired_ratio([120.0], [100.0]) == pytest.approx({"median": 1.2, "low": 1.2, "high": 1.2})
+
+
+def test_the_table_says_how_it_is_to_be_read():
+    row = {"strategy": "ddp", "ratio": {"median": 1.2, "low": 1.1, "high": 1.3}, "sync_ms_median": None, "steps": 8,
+           "warm_up_steps": 2, "wire": {"init": {"bytes": 5}, "all_reduce": {"bytes": 20_000_000}}, "loss_last": 2.0,
+           "step_ms_median": 100.0, "tokens_per_s": 5.0, "peak_total_bytes": 3e8}
+    head, line, _, *notes = _table([row]).splitlines()
+    assert head.split("  ")[0] == "system"
+    assert "paired ratio to ddp [95 %]" in head
+    assert "MB, all ranks" in head
+    assert line.split() == ["ddp", "100.0", "1.200", "[1.100,", "1.300]", "-", "5", "2.0000", "300", "2.00"]
+    told = " ".join(" ".join(notes).split())
+    assert "median of the ratios of paired blocks, with the 95 % interval of that median" in told
+    assert "may differ from the ratio of the two step times beside it" in told
+    assert "mean over ranks; 3 steps to warm up come before those that count" in told

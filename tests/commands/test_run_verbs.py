@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from datetime import datetime
+from pathlib import Path
 
 import pytest
 
@@ -19,6 +22,7 @@ from dplab.errors import RankFailed
 from dplab.planner.footprint import volume
 from dplab.specs import SHARDINGS
 from dplab.telemetry.rundir import RunDirectory
+from dplab.views.fold import Fold
 
 TRAIN_KEYS = {"strategy", "world_size", "backend", "steps", "loss_first", "loss_last", "tokens_per_s",
               "step_ms_median", "sync_ms_median", "peak_bytes", "memory", "wire", "run_dir"}
@@ -107,16 +111,101 @@ def test_doctor_tells_what_the_machine_can_do(capsys):
 @pytest.mark.parametrize("verb", [("attach",), ("doctor",), ("trace",)])
 def test_what_is_no_run(verb, capsys, tmp_path):
     status, out, err = said(capsys, *verb, str(tmp_path))
-    assert (status, out) == (1, "")
+    assert (status, out) == (2, "")
     assert "is not a run directory: it holds no run.json; give a directory that dplab.launch made" in err
-    status, _, err = said(capsys, *verb, "20010101")
-    assert status == 1
-    assert "have an id that starts with '20010101'; dplab.runs() lists them" in err
+    for name, sentence in (("20010101", "have an id that starts with '20010101'; `dplab runs` lists them"),
+                           ("/", "/ is not a run directory"), ("", "attach was given an empty name"),
+                           ("x" * 300, "no run's directory or id (")):
+        status, out, err = said(capsys, *verb, name)
+        assert (status, out) == (2, "")
+        assert sentence in err
+        assert err.count("\n") == 1
 
 
 def test_no_runs_yet(capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("DPLAB_RUNS", str(tmp_path))
-    assert said(capsys, "runs")[1] == "no runs yet; dplab train or dplab.launch makes one\n"
+    assert said(capsys, "runs")[1] == f"no runs in {tmp_path} yet; dplab train or dplab.launch makes one\n"
+
+
+def test_a_damaged_run_is_marked_and_hides_no_other(trained, capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("DPLAB_RUNS", str(tmp_path))
+    good, bad = (shutil.copytree(trained["run_dir"], tmp_path / name) for name in ("20260101-good", "20260102-bad"))
+    (bad / "run.json").write_text("{")
+    (good / "exit.json").write_text('{"state": "stopped", "reason": "stop was asked for"}')
+    status, out, err = said(capsys, "runs")
+    lines = out.splitlines()
+    assert (status, err) == (0, "")
+    assert lines[0].split() == ["id", "started", "state", "step", "strategy", "ranks", "function", "label"]
+    assert lines[1].split() == ["20260102-bad", "-", "damaged", *["-"] * 5]
+    assert lines[2].split()[0] == "20260101-good"
+    assert lines[2].split()[3:7] == ["stopped", "12", "zero2", "2"]
+    assert lines[3].startswith(f"20260102-bad is damaged: {bad}/run.json is not JSON (")
+    rows = json.loads(said(capsys, "runs", "--json")[1])["runs"]
+    assert [row["state"] for row in rows] == ["damaged", "stopped"]
+    assert rows[0]["step"] is None
+    assert rows[1]["step"] == 12
+    assert datetime.fromisoformat(rows[1]["started"]).tzinfo is not None
+    for verb in ("attach", "doctor", "trace"):
+        status, out, err = said(capsys, verb, "20260102")
+        assert (status, out) == (2, "")
+        assert "run.json is not JSON" in err
+    (good / "exit.json").write_text("{}")
+    status, out, err = said(capsys, "attach", str(good))
+    assert (status, out) == (2, "")
+    assert err.splitlines()[-1].startswith(f"dplab: {good}/exit.json is damaged: it does not say how the run ended")
+
+
+def test_a_stop_that_was_asked_for_is_no_failure(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("DPLAB_RUNS", str(tmp_path))
+    run = dplab.launch("dplab.workloads.train:train", world_size=2, detach=False,
+                       kwargs={"steps": 100_000, "batch_size": 1})
+    wait_until(lambda: (run.step or 0) > 1)
+    status, out, _ = said(capsys, "attach", run.id, "--stop", "--json")
+    data = json.loads(out)
+    assert (status, data["state"], data["failure"], data["stopped_by"]) == (0, "stopped", None, "stop was asked for")
+    assert said(capsys, "attach", run.id)[1] == f"run {run.id} stopped: stop was asked for\n"
+
+
+def test_a_run_that_failed_by_itself_says_so_once(capsys, monkeypatch, tmp_path, trained):
+    monkeypatch.setenv("DPLAB_RUNS", str(tmp_path))
+    path = Path(shutil.copytree(trained["run_dir"], tmp_path / "20260101-x"))
+    (path / "exit.json").write_text('{"state": "failed", "reason": "no process could be started for it"}')
+    status, out, _ = said(capsys, "attach", "20260101-x")
+    assert (status, out) == (1, "run 20260101-x failed: no process could be started for it\n")
+    data = json.loads(said(capsys, "attach", "20260101-x", "--json")[1])
+    assert data["failure"] == "no process could be started for it"
+
+
+def test_one_loss_everywhere(capsys):
+    """A window of two micro-batches on two ranks: what train says, the handle, attach and the progress line."""
+    status, out, err = said(capsys, "train", "--strategy", "zero2+accum2", "--steps", "3", "--json", *QUICK)
+    data = json.loads(out)
+    assert status == 0
+    loss = data["loss_last"]
+    run = dplab.attach(data["run_dir"])
+    assert json.loads(said(capsys, "attach", data["run_dir"], "--json")[1])["loss_last"] == pytest.approx(loss)
+    assert f"step 3/3 · loss {loss:.3f}" in err
+    assert f"step 3, loss {loss:.3f}" in repr(run)
+    assert {what: left for what, left, _ in run.compare(run).rows}["loss"] == pytest.approx(loss)
+    assert Fold(2).loss.last is None
+    fold = Fold(2)
+    fold.feed(run.events())
+    assert fold.loss.last == pytest.approx(loss)
+
+
+def test_a_loss_that_diverged_is_null(capsys):
+    status, out, _ = said(capsys, "train", "--model", "mlp", "--optimizer", "sgd", "--lr", "1e6", "--steps", "30",
+                          "--json", *QUICK)
+    data = json.loads(out, parse_constant=pytest.fail)
+    assert (status, data["loss_last"]) == (0, None)
+
+
+def test_a_trace_that_cannot_be_written(trained, capsys, tmp_path):
+    for target in (tmp_path, tmp_path / "no" / "trace.json"):
+        status, out, err = said(capsys, "trace", trained["run_dir"], "-o", str(target))
+        assert (status, out) == (2, "")
+        assert f"the trace cannot be written to {target}: " in err
+        assert err.count("\n") == 1
 
 
 @pytest.mark.parametrize("verb", ["train", "compare"])
@@ -131,7 +220,7 @@ def test_input_that_a_rank_refuses_is_bad_usage_too(verb, capsys, tmp_path):
 
 def test_compare_measures_the_same_work(capsys):
     systems = ["ddp", "zero3", "torch:ddp", "single"]
-    status, out, err = said(capsys, "compare", *systems, "--steps", "4", "--block", "2", "--json", *QUICK)
+    status, out, err = said(capsys, "compare", *systems, "--steps", "5", "--block", "2", "--json", *QUICK)
     data = json.loads(out)
     assert status == 0
     assert (data["baseline"], data["skipped"]) == ("ddp", [])
@@ -140,14 +229,17 @@ def test_compare_measures_the_same_work(capsys):
     for row in rows.values():
         assert set(row) >= TRAIN_KEYS | {"ratio"}
         assert row["ratio"]["low"] <= row["ratio"]["median"] <= row["ratio"]["high"]
-        assert row["steps"] == 7, "three to warm up, four that count"
+        assert (row["steps"], row["warm_up_steps"]) == (5, 3)
+        run = dplab.attach(row["run_dir"])
+        if row["wire"]:
+            assert f"loss {row['loss_last']:.3f}" in repr(run)
         assert row["peak_total_bytes"] >= sum(row["peak_bytes"]) > 0
     assert rows["ddp"]["loss_last"] == pytest.approx(rows["zero3"]["loss_last"], abs=1e-5)
     assert rows["ddp"]["loss_last"] == pytest.approx(rows["torch:ddp"]["loss_last"], abs=1e-4)
     assert rows["single"]["loss_last"] != pytest.approx(rows["ddp"]["loss_last"], abs=1e-4)
     assert rows["ddp"]["ratio"] == {"median": 1, "low": 1, "high": 1}
     assert rows["torch:ddp"]["wire"] == {}
-    assert "block 2/2" in err
+    assert "block 3/3" in err
 
 
 def test_compare_skips_what_is_not_installed_and_says_so(capsys, monkeypatch):

@@ -88,7 +88,7 @@ def test_digits():
 
 
 def test_digits_without_scikit_learn(monkeypatch):
-    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UsageError, match=r"scikit-learn, which is not installed; pip install 'dplab\[images\]'"):
         corpora.digits()
 
@@ -145,3 +145,16 @@ def test_an_unknown_split():
     for source in (corpora.load, corpora.digits):
         with pytest.raises(UsageError, match="split 'test' is not known; use one of train, held-out"):
             source(split="test")
+
+
+@pytest.mark.parametrize(("path", "sentence"), [
+    ("", "data path '' is empty; give a file or a folder of text, or leave it out for the standard library's source"),
+    ("~nobody-of-that-name/x", "data path '~nobody-of-that-name/x' cannot be looked at (Could not determine home"),
+    ("x" * 5000, "cannot be looked at (File name too long); give a file or a folder of text"),
+    (__file__ + "/inside", "does not exist; give a file or a folder of text"),
+])
+def test_paths_that_cannot_be(path, sentence):
+    with pytest.raises(UsageError) as caught:
+        corpora.load(path)
+    assert sentence in str(caught.value)
+    assert len(str(caught.value)) < 300
