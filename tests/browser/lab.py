@@ -23,6 +23,8 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 _FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
           "--disable-component-update", "--disable-sync"]
 AT_STEP = "step => { const b = document.querySelector('.dplab-board'); return b && Number(b.dataset.step) >= step; }"
+ALL_RUN = """() => window.jupyterapp.shell.currentWidget.content.widgets
+  .filter(cell => cell.model.type === 'code').every(cell => cell.model.executionCount)"""
 _OPEN = """async () => {
   const app = window.jupyterapp; await app.restored;
   let panel;
@@ -132,5 +134,7 @@ def save(page: Any) -> None:
 
 
 def outputs(page: Any) -> list[str]:
-    """Text of every output of the notebook, in order."""
-    return list(page.evaluate("() => [...document.querySelectorAll('.jp-OutputArea-output')].map(o => o.innerText)"))
+    """Type and text of every output of the notebook, in order, also of those that are scrolled away."""
+    told = page.evaluate("() => window.jupyterapp.shell.currentWidget.context.model.toJSON()"
+                         ".cells.flatMap(cell => cell.outputs || [])")
+    return [json.dumps(output) for output in told]

@@ -14,7 +14,8 @@ import nbformat
 import psutil
 import pytest
 
-FOLDER = Path(__file__).parents[2] / "notebooks"
+from tests.notebooks.store import FOLDER, metadata
+
 NOTEBOOKS = sorted(path for path in FOLDER.rglob("*.ipynb") if ".ipynb_checkpoints" not in path.parts)
 BYTES = 200_000
 
@@ -80,6 +81,30 @@ def test_stored_outputs_are_whole_small_and_carry_no_widget_state(path):
     mimes = {mime for output in outputs for mime in output.get("data", {})}
     assert "image/svg+xml" in mimes
     assert "application/vnd.jupyter.widget-view+json" not in mimes
+
+
+@every_notebook
+def test_it_is_stored_as_jupyterlab_saves_it(path):
+    """Else it is marked as changed as soon as it is opened, and each run leaves a diff of time stamps."""
+    notebook = nbformat.read(path, as_version=4)
+    assert notebook.metadata == metadata(notebook.metadata.language_info.version)
+    assert {key for cell in notebook.cells for key in cell.metadata} <= {"tags"}
+
+
+@every_notebook
+def test_code_fits_a_cell_of_a_small_window(path):
+    """JupyterLab beside its file browser shows 106 letters of a line in a window 1280 wide."""
+    assert [line for cell in code_cells(path) for line in cell.source.splitlines() if len(line) > 100] == []
+
+
+@every_notebook
+def test_where_no_picture_is_shown_there_are_words(path):
+    """A notebook that came with a clone is not trusted, and JupyterLab then shows no SVG."""
+    for cell in code_cells(path):
+        for output in cell.outputs:
+            if "data" in output:
+                assert "object>" not in output.data["text/plain"]
+                assert len(output.data["text/plain"]) > 50
 
 
 @every_notebook
