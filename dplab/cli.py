@@ -72,7 +72,8 @@ def _answer(arguments: Sequence[str] | None) -> tuple[Answer, bool]:
 
 def _print(text: str) -> None:
     try:
-        print(text, flush=True)
+        encoding = sys.stdout.encoding
+        print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
     except BrokenPipeError:
         raise
     except OSError as error:

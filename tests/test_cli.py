@@ -90,7 +90,6 @@ def test_explain(capsys):
     (["runs", "extra"], "unrecognized arguments: extra; see dplab runs --help"),
     (["doctor", "--seeds", "2"], "--seeds is the number of delayed runs of a race hunt; give --races too"),
     (["lab", "--lay-only", "here"], "lab --lay-only lays the notebooks into the current folder; leave here out"),
-    (["plan", "--model", "llama-7b"], "dplab plan is not implemented yet; dplab estimate predicts memory"),
     (["calibrate"], "dplab calibrate is not implemented yet"),
     (["trian"], "invalid choice: 'trian'"),
     ([], "the following arguments are required: VERB; see dplab --help"),
@@ -169,6 +168,15 @@ def test_an_answer_that_cannot_be_written():
     assert done.stderr == "dplab: the answer cannot be written to standard output: No space left on device\n"
 
 
+def test_an_output_that_holds_ascii_only(tmp_path):
+    folder = tmp_path / "läufe"
+    done = subprocess.run([sys.executable, "-m", "dplab", "runs"], capture_output=True, check=False,
+                          env={**os.environ, "PYTHONIOENCODING": "ascii", "DPLAB_RUNS": str(folder)})
+    assert done.returncode == 0
+    assert b"no runs in " in done.stdout
+    assert b"/l\\xe4ufe yet" in done.stdout
+
+
 def test_a_current_folder_that_is_gone(tmp_path):
     command = f"mkdir {tmp_path}/gone; cd {tmp_path}/gone; rmdir ../gone; {sys.executable} -m dplab runs"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False,
@@ -185,7 +193,7 @@ def test_json_has_no_nan():
 
 def test_what_is_not_there_yet_says_so_in_the_help():
     words = parser().format_help().split()
-    assert all(words[words.index(verb):][1:3] == ["(not", "yet)"] for verb in ("plan", "calibrate"))
+    assert words[words.index("calibrate"):][1:3] == ["(not", "yet)"]
 
 
 def test_an_empty_corpus(tmp_path, capsys):

@@ -22,7 +22,8 @@ def add(verbs: Verbs) -> None:
     """Declares the verb."""
     parser = verb(verbs, "doctor", doctor, about="tell what this machine can do, or where the ranks of a run stand",
                   example="dplab doctor RUN")
-    parser.add_argument("run_id", nargs="?", metavar="RUN", help="a run's id or directory (default: the machine)")
+    parser.add_argument("run_id", nargs="?", metavar="RUN",
+                        help="a run's id, the beginning of one, or a directory (default: the machine)")
     parser.add_argument("--races", action="store_true",
                         help="hunt for races: train with random delays everywhere and compare every bit")
     parser.add_argument("--seeds", type=whole_number, help="delayed runs a strategy, with --races (default: 5)")

@@ -23,11 +23,11 @@ def add(verbs: Verbs) -> None:
     verb(verbs, "runs", runs, about="list the runs of this user, newest first", example="dplab runs")
     parser = verb(verbs, "attach", attach, about="follow a run until it ends; Ctrl-C lets go of it",
                   example="dplab attach RUN --stop")
-    parser.add_argument("run_id", metavar="RUN", help="a run's id or directory")
+    parser.add_argument("run_id", metavar="RUN", help="a run's id, the beginning of one, or a directory")
     parser.add_argument("--stop", action="store_true", help="ask the run to end, and wait for that")
     parser = verb(verbs, "trace", trace, about="write a run's time line for ui.perfetto.dev",
                   example="dplab trace RUN -o trace.json")
-    parser.add_argument("run_id", metavar="RUN", help="a run's id or directory")
+    parser.add_argument("run_id", metavar="RUN", help="a run's id, the beginning of one, or a directory")
     parser.add_argument("-o", "--output", type=Path, default=Path("trace.json"), metavar="FILE",
                         help="where to write (default: trace.json)")
 

@@ -61,13 +61,16 @@ def launch(
     directory or its first process cannot be made.
     """
     spec = _check(function, world_size, strategy, backend, detach, label)
+    if warm not in (True, False, None):
+        raise UsageError(f"launch(warm={warm!r}) is not allowed; warm is True, False or None")
+    cwd = _current_folder()
     environ = {**os.environ, **_check_env(env)}
     threads = _threads(threads, world_size, environ)
     call = payload.encode(function, _check_args(args), _check_kwargs(kwargs))
-    directory = _make_directory(Path(root) if root is not None else runs_root(), spec)
+    directory = _make_directory(_root(root), spec, cwd)
     job = Job(
         directory=str(directory.path), world_size=world_size, threads=threads,
-        strategy=spec.strategy, backend=backend, cwd=os.getcwd(), environ=environ,
+        strategy=spec.strategy, backend=backend, cwd=cwd, environ=environ,
         sys_path=[os.path.abspath(entry) for entry in sys.path],
         launcher=None if detach else Identity.of(os.getpid()), function=spec.function)
     _start(directory, job, call, warm)
@@ -150,15 +153,35 @@ def _threads(threads: int | None, world_size: int, environ: Mapping[str, str]) -
     return threads
 
 
-def _make_directory(root: Path, spec: RunSpec) -> RunDirectory:
+def _current_folder() -> str:
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        raise UsageError("the current folder, in which the ranks would start, no longer exists; os.chdir to one that "
+                         "does") from None
+
+
+def _root(root: str | os.PathLike[str] | None) -> Path:
+    if root is None:
+        return runs_root()
+    if not isinstance(root, str | os.PathLike) or not os.fspath(root):
+        raise UsageError(f"launch(root={root!r}) is not allowed; root is a folder's path, or None")
+    return Path(root).absolute()
+
+
+def _make_directory(root: Path, spec: RunSpec, cwd: str) -> RunDirectory:
     info = {"spec": spec.to_dict(), "created": time.time_ns(), "versions": _versions(), "argv": sys.argv,
-            "cwd": os.getcwd(), "host": platform.node()}
+            "cwd": cwd, "host": platform.node()}
     require_folder(root)
+    odd = sorted({character for character in str(root) if character in "#?" or not character.isprintable()})
+    if odd:
+        raise UsageError(f"runs cannot lie in {str(root)!r}: ranks meet at the URL of a file there, and "
+                         f"{' and '.join(map(repr, odd))} would cut it short; set DPLAB_RUNS or root to another folder")
     while True:
         # Sorts by time, also within a second; the random end keeps apart what starts in one millisecond.
         now = time.time()
         stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime(now))
-        directory = RunDirectory(root.absolute() / f"{stamp}-{int(now * 1000) % 1000:03d}{secrets.token_hex(2)}")
+        directory = RunDirectory(root / f"{stamp}-{int(now * 1000) % 1000:03d}{secrets.token_hex(2)}")
         try:
             directory.create(info, spec.world_size)
             return directory

@@ -93,6 +93,8 @@ class Run:
         own traceback. RunFailed: the run itself failed. RunError: the run is damaged, or its results could have been
         written by another user.
         """
+        if timeout is not None and not (isinstance(timeout, int | float) and timeout >= 0):
+            raise UsageError(f"wait(timeout={timeout!r}) is not allowed; timeout is a number of seconds >= 0, or None")
         deadline = None if timeout is None else time.monotonic() + timeout
         while (state := self.state) not in ENDED:
             if deadline is not None and time.monotonic() >= deadline:
@@ -174,6 +176,8 @@ class Run:
 
     def compare(self, other: Run) -> Comparison:
         """What differs between this run and another: strategy, step, synchronisation, memory, bytes sent."""
+        if not isinstance(other, Run):
+            raise UsageError(f"compare was given a {type(other).__name__}; give another run, such as dplab.attach(id)")
         return compare(self.path, other.path)
 
     def __repr__(self) -> str:
@@ -208,6 +212,8 @@ def attach(path_or_id: str | os.PathLike[str]) -> Run:
 
     RunError where there is no such run or the directory is not one.
     """
+    if not isinstance(path_or_id, str | os.PathLike):
+        raise UsageError(f"attach was given a {type(path_or_id).__name__}; give a run's directory or id")
     text = os.fspath(path_or_id)
     if not text:
         raise UsageError("attach was given an empty name; give a run's directory or id")

@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any, NoReturn
@@ -101,7 +102,7 @@ def _work(job: Job, rank: int) -> None:
     events.phase("running")
     result = None
     try:
-        result = function(*args, **kwargs)
+        result = _call(function, args, kwargs)
     except RunStopped:
         pass  # what stop() asks for: an end in good order, without a result
     except SystemExit as exit_:
@@ -115,6 +116,18 @@ def _work(job: Job, rank: int) -> None:
     _leave_group()
     events.close()
     atexit._run_exitfuncs()
+
+
+def _call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    me = os.getpid()
+    try:
+        return function(*args, **kwargs)
+    finally:
+        if os.getpid() != me:  # a child that the program forked came back: it is no rank, and has no result to write
+            failed = sys.exc_info()[0] is not None
+            if failed:
+                _tell(traceback.format_exc())
+            _leave(int(failed))
 
 
 def _leave_group() -> None:

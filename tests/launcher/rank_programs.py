@@ -158,6 +158,16 @@ def spoil_streams(*, how: str, fails: bool = False) -> str:
     return how
 
 
+def fork_and_come_back(how: str) -> str:
+    """A child of the program returns, or fails, where the program does."""
+    child = os.fork()
+    if child == 0:
+        if how == "fails":
+            raise ValueError("I am a child")
+        return "of the child"
+    return f"{os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])}"
+
+
 def too_much() -> Any:
     import threading
 

@@ -97,6 +97,14 @@ def test_a_program_that_spoils_its_streams(how: str, fails: bool) -> None:
         assert run.logs(0) == "half a line"
 
 
+@pytest.mark.parametrize(("how", "status"), [("returns", "0"), ("fails", "1")])
+def test_a_child_that_the_program_forks_is_no_rank(how: str, status: str) -> None:
+    run = dplab.launch(rank_programs.fork_and_come_back, args=(how,), detach=False)
+    assert run.wait(60) == [status]
+    assert ("ValueError: I am a child" in run.logs(0)) == (how == "fails")
+    assert not (run.path / "rank-0" / "error.json").exists()
+
+
 def test_what_a_rank_prints_last_is_kept() -> None:
     def speak() -> None:
         import sys

@@ -179,6 +179,11 @@ def test_bad_input_starts_nothing(runs_folder: Path) -> None:
 
     refused("launch was given 'rank_programs:totla', but module 'rank_programs' has no 'totla' (did you mean 'total'?)",
             "rank_programs:totla")
+    refused("launch(warm='yes') is not allowed; warm is True, False or None", warm="yes")
+    refused("launch(root=3) is not allowed; root is a folder's path, or None", root=3)
+    refused("launch(root='') is not allowed", root="")
+    refused("'#' and '?' would cut it short; set DPLAB_RUNS or root to another folder", root=runs_folder / "a#b" / "c?")
+    refused("'\\n' would cut it short", root=str(runs_folder / "a\nb"))
     refused("'os:.path', which names no function", "os:.path")
     for label in ("", " ", "a\nb", "\x1b[31mred", "a/b", "..\\b", "x" * 81, 3):
         refused("is not allowed; a label is a string of 1 to 80 printable characters without / and \\, or None",
@@ -218,6 +223,13 @@ def test_names_that_only_importing_could_tell_are_let_through(tmp_path: Path, mo
         assert reference.check(f"names_{name}:train") == f"names_{name}:train"
         assert f"names_{name}" not in sys.modules
     assert reference.check("math:sqrt") == "math:sqrt"
+
+
+def test_a_current_folder_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    refused("the current folder, in which the ranks would start, no longer exists; os.chdir to one that does")
 
 
 def test_root_that_is_a_file(tmp_path: Path) -> None:

@@ -28,6 +28,13 @@ def test_attach_by_path_id_and_beginning(runs_folder: Path) -> None:
         dplab.attach("nothing")
     with pytest.raises(UsageError, match="attach was given an empty name"):
         dplab.attach("")
+    with pytest.raises(UsageError, match="attach was given a int; give a run's directory or id"):
+        dplab.attach(3)  # type: ignore[arg-type]
+    for timeout in (-1, "long"):
+        with pytest.raises(UsageError, match=r"wait\(timeout=.*\) is not allowed; timeout is a number of seconds >= 0"):
+            first.wait(timeout)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"compare was given a str; give another run, such as dplab\.attach"):
+        first.compare(second.id)  # type: ignore[arg-type]
 
 
 def test_a_directory_that_is_no_run(tmp_path: Path) -> None:
