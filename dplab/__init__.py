@@ -31,6 +31,7 @@ _HOME = {
     "not_finite": "telemetry.numerics",
     "estimate": "planner.footprint",
     "explain": "planner.explain",
+    "plan": "planner.search",
     "DplabError": "errors",
     "RankFailed": "errors",
 }
@@ -49,6 +50,7 @@ if TYPE_CHECKING:  # `as` re-exports: type checkers see the public names, nothin
     from dplab.launcher.run import runs as runs
     from dplab.planner.explain import explain as explain
     from dplab.planner.footprint import estimate as estimate
+    from dplab.planner.search import plan as plan
     from dplab.specs import Placement as Placement
     from dplab.specs import Precision as Precision
     from dplab.specs import Sharding as Sharding

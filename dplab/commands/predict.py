@@ -1,9 +1,10 @@
-"""`estimate` and `explain`: what a strategy costs before anything runs. `plan` and `calibrate`: not yet."""
+"""`estimate` and `explain`: what a strategy costs before anything runs. `calibrate`: not yet."""
 
 from __future__ import annotations
 
 import argparse
 
+from dplab.commands import plan
 from dplab.commands.base import Answer, Verbs, positive, verb, whole_number
 from dplab.errors import UsageError
 
@@ -32,10 +33,10 @@ def add(verbs: Verbs) -> None:
     parser.add_argument("--params", type=positive, default=7.4e6, metavar="P", help="parameters (default: 7.4e6)")
     parser.add_argument("--world-size", type=whole_number, default=2, metavar="N", help="ranks (default: 2)")
 
-    for name, about in (("plan", "choose a layout for a cluster"), ("calibrate", "measure this machine for `plan`")):
-        parser = verb(verbs, name, _refuse, about=f"(not yet) {about}",
-                      example="dplab estimate --params 7.5e9 --world-size 64 --strategy zero2")
-        parser.set_defaults(name=name, passes_on=True)
+    plan.add(verbs)
+    parser = verb(verbs, "calibrate", _refuse, about="(not yet) measure this machine for `plan`",
+                  example="dplab plan --model llama-7b --cluster 8xH100-SXM-80GB --tokens-per-step 1048576")
+    parser.set_defaults(passes_on=True)
 
 
 def estimate(args: argparse.Namespace) -> Answer:
@@ -70,5 +71,5 @@ def explain(args: argparse.Namespace) -> Answer:
 
 
 def _refuse(args: argparse.Namespace) -> Answer:
-    raise UsageError(f"dplab {args.name} is not implemented yet; "
-                     f"dplab estimate predicts memory and dplab compare measures strategies side by side")
+    raise UsageError("dplab calibrate is not implemented yet; dplab plan predicts from hardware cards and "
+                     "dplab compare measures strategies side by side")

@@ -66,21 +66,19 @@ class Memory:
 
 
 def stage_layers(profile: Profile, split: Split, recipe: Recipe) -> tuple[Any, Any, Any]:
-    """Layers of the first, a middle and the last pipeline stage. `balanced` fills a stage until it exceeds its
-    share of the compute, as nanotron does."""
+    """Layers of the first, a middle and the last pipeline stage. Those that do not divide are cut with one less on
+    the first and last; `balanced` fills a stage until it exceeds its share of the compute, as nanotron does."""
     total, pp = profile.layers, np.asarray(split.pp)
-    if recipe.partition == "edges":
-        middle = np.where(pp > 1, (total + 2) / pp, total)
-        edge = np.where(pp > 1, middle - 1, total)
-        return edge, middle, edge
     if recipe.partition == "balanced" and profile.blocks:
         head = profile.vocabulary * profile.hidden / profile.blocks[-1].matrices
         target = (total + head) / pp
         first = np.minimum(np.floor(target) + 1, total)
         last = np.maximum(total - np.floor(target * (pp - 1)) - 1, 0)
         return np.where(pp > 1, first, total), np.where(pp > 1, first, total), np.where(pp > 1, last, total)
-    each = np.ceil(total / pp)
-    return each, each, each
+    edges = (pp > 1) & ((recipe.partition == "edges") | (total % pp != 0))
+    middle = np.where(edges, total + 2, total) / pp
+    edge = np.where(edges, middle - 1, middle)
+    return edge, middle, edge
 
 
 def predict(profile: Profile, split: Split, recipe: Recipe) -> Memory:

@@ -67,12 +67,13 @@ def case(name: str) -> Case:
 
 def setup(case: Case) -> Setup:
     """What was run. Raises Unusable where the publication leaves it open."""
-    chosen = _recipe(case)
-    profile = _profile(case)
-    return Setup(profile=profile, split=_split(case, profile), recipe=chosen, cluster=_cluster(case))
+    chosen = recipe_of(case)
+    profile = profile_of(case)
+    return Setup(profile=profile, split=_split(case, profile), recipe=chosen, cluster=cluster_of(case))
 
 
-def _recipe(case: Case) -> Recipe:
+def recipe_of(case: Case) -> Recipe:
+    """The program that ran."""
     config, stem = case.config, case.stem
     if config.get("offload", "none") not in ("none", None):
         raise Unusable("offloading is not modelled")
@@ -95,10 +96,13 @@ def _recipe(case: Case) -> Recipe:
              "zero": "states-16", "alpa": "megatron-2021"}
     if stem not in named:
         raise Unusable("the program is not described")
+    if case.id.startswith("nanotron-tp"):      # another script than the sweep: gathered inputs are gathered again
+        return replace(recipe("nanotron"), keeps_gathered=False)
     return replace(recipe(named[stem]), **dtype)
 
 
-def _profile(case: Case) -> Profile:
+def profile_of(case: Case) -> Profile:
+    """The model that was trained."""
     given, stem = case.model, case.stem
     if stem == "llama1" and given.get("params"):
         return configs.model(f"llama-{round(given['params'] / 1e9)}b")
@@ -115,7 +119,7 @@ def _profile(case: Case) -> Profile:
                   "tie_word_embeddings": given.get("tied", False)}
     else:
         values = {"model_type": "gpt2", "n_layer": layers, "n_embd": hidden, "n_head": heads,
-                  "n_positions": sequence, "vocab_size": vocabulary}
+                  "n_positions": sequence, "vocab_size": vocabulary, "resid_pdrop": 0.0 if stem == "mosaic" else 0.1}
     return configs.model({**values, "name": f"{layers} x {hidden}"}, sequence=sequence)
 
 
@@ -149,7 +153,8 @@ def _split(case: Case, profile: Profile) -> Split:
                  recompute=known[mode], chunks=chunks)
 
 
-def _cluster(case: Case) -> Cluster:
+def cluster_of(case: Case) -> Cluster:
+    """The GPUs that it ran on; links as published, else the card's."""
     given = case.cluster
     name = re.split(r"[ (]", given.get("gpu", "A100-SXM-80GB"))[0]
     if name.lower() not in cards.cards("hardware"):

@@ -112,10 +112,10 @@ RECIPES = {recipe.name: recipe for recipe in (
            "compute; peaks are of the allocator"),
     Recipe(name="fsdp", param=4, grad=4, master=0, slack=0.2, source="PyTorch FSDP: fp32 shards gathered in bf16; "
            "slack from pytorch/torchtitan#191, where one job reserved 71 or 87 GB"),
-    Recipe(name="llm-foundry", param=4, grad=4, master=0, slack=0.2, flash_share=0.33,
-           source="llm-foundry: FSDP with the first FlashAttention, which reaches 25 to 40 % of the peak "
-           "(arXiv:2307.08691)"),
-    Recipe(name="llm-foundry-pure", param=2, grad=2, master=0, moments=4, slack=0.2, flash_share=0.33,
+    Recipe(name="llm-foundry", param=4, grad=4, master=0, logit=4, flash_share=0.33,
+           source="llm-foundry: FSDP, fused cross-entropy in place, and the first FlashAttention, which reaches 25 to "
+           "40 % of the peak (arXiv:2307.08691)"),
+    Recipe(name="llm-foundry-pure", param=2, grad=2, master=0, moments=4, logit=4, flash_share=0.33,
            source="llm-foundry's PURE mode: weights, gradients and moments in bf16"),
     Recipe(name="deepspeed-2021", passes=1.0, dtype="fp16", grad=2, flash=False, sequence_parallel=False, logit=8,
            network_share=0.082,

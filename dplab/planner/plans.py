@@ -1,0 +1,140 @@
+"""What a search answers: plans, best first, each with its memory, its time and the reason of its place."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from dplab.planner.cost import Cost
+from dplab.planner.grid import Rejected, name
+from dplab.planner.hardware import Cluster
+from dplab.planner.memory import Memory
+from dplab.planner.profile import Profile
+from dplab.planner.split import RECOMPUTE, Split
+from dplab.specs import PRECISIONS, SHARDINGS, Strategy
+
+_WORDS = {"compute": "compute", "tensor": "tensor-parallel collectives", "bubble": "the pipeline's bubble",
+          "data": "exposed data-parallel collectives", "optimizer": "the optimizer"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """One layout. `step` is seconds, predicted; `memory` and `cost` explain themselves."""
+
+    split: Split
+    precision: str
+    step: float
+    memory: Memory
+    cost: Cost
+
+    @property
+    def pure(self) -> bool:
+        """True where dplab can run it: data parallelism alone."""
+        return self.split.tp == self.split.pp == 1
+
+    @property
+    def strategy(self) -> Strategy | None:
+        """The dplab strategy that runs this layout, None where it needs tensor or pipeline parallelism.
+
+        Where this version cannot recompute by itself, the strategy leaves that out and the model is to checkpoint
+        its blocks (torch.utils.checkpoint).
+        """
+        if not self.pure:
+            return None
+        values: dict[str, Any] = {"sharding": SHARDINGS[name(self.split.zero)], "accumulate": self.split.accumulate,
+                                  "precision": PRECISIONS[self.precision]}
+        asked = Strategy(**values, recompute="full" if self.split.recompute else "none")
+        return Strategy(**values) if asked.not_implemented else asked
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs utilization at `step`."""
+        return float(self.cost.mfu) * float(self.cost.step) / self.step
+
+    @property
+    def hfu(self) -> float:
+        """Hardware FLOPs utilization at `step`: recomputation counted."""
+        return float(self.cost.hfu) * float(self.cost.step) / self.step
+
+    def __str__(self) -> str:
+        strategy = self.strategy
+        if strategy is not None:
+            return str(strategy)
+        split = self.split
+        text = f"{name(split.zero)}+{self.precision} x tp{split.tp} x pp{split.pp}"
+        return text + (f" x {split.chunks} chunks" if split.chunks > 1 else "")
+
+    def explain(self) -> str:
+        """Memory with its formulas and the parts of the step."""
+        return f"{self.memory.explain()}\n\n{self.cost.explain()}"
+
+    def to_dict(self, why: str = "") -> dict[str, Any]:
+        """Plain values for JSON; bytes, milliseconds, shares."""
+        split = self.split
+        return {"strategy": str(self), "dp": split.dp, "tp": split.tp, "pp": split.pp, "zero": split.zero,
+                "micro_batch": split.micro_batch, "accumulate": split.accumulate, "chunks": split.chunks,
+                "recompute": RECOMPUTE[split.recompute], "precision": self.precision, "step_ms": self.step * 1e3,
+                "memory_bytes": self.memory.to_dict()["total"], "mfu": self.mfu, "hfu": self.hfu, "why": why,
+                "memory": self.memory.to_dict(),
+                "time_ms": {part: float(value) * 1e3 for part, value in self.cost.parts.items()}}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plans:
+    """The answer of a search. `limit` is the memory of a GPU that plans may use, in bytes."""
+
+    profile: Profile
+    cluster: Cluster
+    limit: float
+    plans: tuple[Plan, ...]
+    rejected: tuple[Rejected, ...]
+    searched: int
+    seconds: float
+
+    @property
+    def best(self) -> Plan:
+        """The fastest plan."""
+        return self.plans[0]
+
+    def why(self, plan: Plan) -> str:
+        """Why a plan stands where it does, in one sentence."""
+        parts = {part: float(value) for part, value in plan.cost.parts.items()}
+        total = sum(parts.values())
+        if plan is self.best:
+            spent = ", ".join(f"{value / total:.0%} {_WORDS[part]}" for part, value in sorted(
+                parts.items(), key=lambda item: -item[1]) if value / total >= 0.01)
+            text = (f"the fastest that fits: {spent}; {float(plan.memory.total) / 2**30:.1f} of "
+                    f"{self.limit / 2**30:.1f} GiB")
+        else:
+            best = {part: float(value) for part, value in self.best.cost.parts.items()}
+            part = max(parts, key=lambda name: parts[name] - best[name])
+            more = (parts[part] - best[part]) * 1e3
+            text = f"{plan.step / self.best.step - 1:.1%} slower than the best: {more:,.1f} ms more in {_WORDS[part]}"
+        if plan.split.recompute and plan.strategy is not None and plan.strategy.recompute == "none":
+            text += "; let the model checkpoint its blocks (torch.utils.checkpoint)"
+        return text
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return {"plans": [plan.to_dict(self.why(plan)) for plan in self.plans],
+                "rejected": [item.to_dict() for item in self.rejected], "searched": self.searched,
+                "seconds": self.seconds, "model": self.profile.to_dict(), "cluster": str(self.cluster)}
+
+    def __str__(self) -> str:
+        head = (f"{self.profile.name} ({self.profile.parameters:,} parameters, sequence {self.profile.sequence}) on "
+                f"{self.cluster}: predicted, {self.searched:,} candidates in {self.seconds:.2f} s")
+        lines = [head, "", f"{'strategy':34}{'dp':>6}{'micro':>7}{'accum':>7}{'recompute':>11}{'step ms':>12}"
+                 f"{'GiB':>8}{'GB':>8}{'MFU':>7}"]
+        for plan in self.plans:
+            split, held = plan.split, float(plan.memory.total)
+            lines.append(f"{plan!s:34}{split.dp:6}{split.micro_batch:7}{split.accumulate:7}"
+                         f"{RECOMPUTE[split.recompute]:>11}{plan.step * 1e3:12,.1f}{held / 2**30:8.1f}"
+                         f"{held / 1e9:8.1f}{plan.mfu:7.1%}")
+            lines.append(f"    {self.why(plan)}")
+        lines += ["", "rejected:"] if self.rejected else []
+        lines += [f"{item.count:8,}  {item.reason} (such as {item.example})" for item in self.rejected]
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        text = str(self).replace("&", "&amp;").replace("<", "&lt;")
+        return f"<pre>{text}</pre>"
