@@ -66,29 +66,41 @@ class OwnedOptimizer:
     """Drives the user's optimizer over owned runs."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket], *, whole: bool) -> None:
-        self.optimizer = optimizer
-        element_wise = is_element_wise(optimizer)
-        if not whole and not element_wise:
-            raise UsageError(f"optimizer {type(optimizer).__name__} is not element-wise: it needs whole parameters, "
-                             f"and this strategy cuts them; use strategy 'ddp' or an element-wise optimizer "
-                             f"(SGD, Adam, AdamW, ...)")
-        place = {parameter: (bucket, slot) for bucket in buckets for slot, parameter in enumerate(bucket.parameters)
-                 if bucket.trainable}
+        self.optimizer, self._whole = optimizer, whole
+        self._element_wise = all(self._cuts(group) for group in optimizer.param_groups)
+        self._place = {parameter: (bucket, slot) for bucket in buckets
+                       for slot, parameter in enumerate(bucket.parameters) if bucket.trainable}
+        self._grouped: set[nn.Parameter] = set()
         # some optimizers (Adagrad) make their state at once
         early, optimizer.state = optimizer.state, defaultdict(dict)
         self.runs: list[list[Run]] = []
         for group in optimizer.param_groups:
-            places = sorted((place[p] for p in group["params"] if p in place), key=lambda at: (at[0].index, at[1]))
-            runs = _merged(places) if element_wise else _whole_slots(places)
-            self.runs.append(runs)
-            group["params"] = [run.parameter for run in runs]
-            for run in runs:
+            self.runs.append(self._runs(group["params"]))
+            group["params"] = [run.parameter for run in self.runs[-1]]
+            for run in self.runs[-1]:
                 first = run.bucket.parameters[run.slots[0]]
                 if first in early:
                     optimizer.state[run.parameter] = _fresh_state(early[first], first, run.parameter)
         # a GradScaler would otherwise fail for want of gradients before it comes to the refusal
         optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
         optimizer.step = types.MethodType(_refuse_step, optimizer)  # type: ignore[method-assign]
+        optimizer.add_param_group = self.add_group  # type: ignore[method-assign, assignment]
+
+    def add_group(self, group: dict[str, Any]) -> None:
+        """As torch.optim.Optimizer.add_param_group: the model's parameters that no group has had so far."""
+        given = [group["params"]] if isinstance(group["params"], torch.Tensor) else list(group["params"])
+        for parameter in given:
+            if parameter not in self._place or parameter in self._grouped:
+                why = "is in another group already" if parameter in self._grouped else \
+                    "was not trained when the model was wrapped"
+                raise UsageError(f"add_param_group: a parameter of shape {tuple(parameter.shape)} {why}; add what the "
+                                 f"model trained from the start and no group has")
+        if self._cuts({**self.optimizer.defaults, **group, "params": given}) != self._element_wise:
+            raise UsageError("add_param_group: the other groups can be cut element by element and this one cannot; "
+                             "give it the options of theirs")
+        runs = self._runs(given)
+        type(self.optimizer).add_param_group(self.optimizer, {**group, "params": [run.parameter for run in runs]})
+        self.runs.append(runs)
 
     def step(self) -> None:
         """One step of every run that moved; the others keep their state as it is."""
@@ -117,6 +129,22 @@ class OwnedOptimizer:
         return sum(value.numel() * value.element_size() for parameter, state in self.optimizer.state.items()
                    for key, value in state.items()
                    if isinstance(value, torch.Tensor) and value.shape == parameter.shape and key != "step")
+
+    def _cuts(self, group: dict[str, Any]) -> bool:
+        """Whether the optimizer with this group's options may be cut; UsageError where it must be and may not."""
+        element_wise = is_element_wise(self.optimizer, group)
+        if not self._whole and not element_wise:
+            raise UsageError(f"optimizer {type(self.optimizer).__name__} is not element-wise: it needs whole "
+                             f"parameters, and this strategy cuts them; use strategy 'ddp' or an element-wise optimizer "
+                             f"(SGD, Adam, AdamW, ...)")
+        return element_wise
+
+    def _runs(self, parameters: Iterable[Any]) -> list[Run]:
+        """What this rank owns of `parameters`, those that are trained."""
+        mine = [parameter for parameter in parameters if parameter in self._place]
+        self._grouped |= set(mine)
+        places = sorted((self._place[p] for p in mine), key=lambda at: (at[0].index, at[1]))
+        return _merged(places) if self._element_wise else _whole_slots(places)
 
     def _split(self, run: Run) -> list[Run]:
         """Cuts a run where its slots' fates differ; every piece takes its part of the state along."""
@@ -188,33 +216,30 @@ def _whole_slots(places: Sequence[tuple[Bucket, int]]) -> list[Run]:
     return runs
 
 
-def is_element_wise(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether cutting parameters leaves the result the same; found out by stepping a small matrix both ways.
+def is_element_wise(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
+    """Whether cutting a group's parameters leaves the result the same: a small matrix is stepped both ways.
 
     Each piece has an optimizer of its own, as each rank has: what looks at several parameters at once (a norm
     over all gradients) shows too. Raises UsageError for an optimizer that cannot be stepped without a closure,
     and for one that does not step the parameters of its param_groups.
     """
     name = type(optimizer).__name__
-    for group in optimizer.param_groups:
-        try:
-            whole = _probe(optimizer, group, [(0, 512)], cut=False)
-        except TypeError as error:
-            raise UsageError(f"optimizer {name} cannot step without a closure, and engine.step() has none to give "
-                             f"({error}); use another optimizer") from error
-        except RuntimeError as error:
-            raise UsageError(f"optimizer {name} cannot step a dense gradient ({error}), and gradients are dense here, "
-                             f"those of sparse embeddings too; use another optimizer") from error
-        if torch.equal(whole, _ramp(whole.device)):
-            raise UsageError(f"optimizer {name} does not move the parameters that stand in its param_groups when its "
-                             f"step() is called (it may keep a list of its own); use one that steps param_groups")
-        try:
-            cut = _probe(optimizer, group, [(0, 128), (128, 384), (384, 512)], cut=True)
-        except (RuntimeError, ValueError, TypeError, AssertionError, IndexError):
-            return False  # it needs the matrix
-        if not torch.allclose(whole, cut, rtol=1e-12, atol=1e-12):
-            return False
-    return True
+    try:
+        whole = _probe(optimizer, group, [(0, 512)], cut=False)
+    except TypeError as error:
+        raise UsageError(f"optimizer {name} cannot step without a closure, and engine.step() has none to give "
+                         f"({error}); use another optimizer") from error
+    except RuntimeError as error:
+        raise UsageError(f"optimizer {name} cannot step a dense gradient ({error}), and gradients are dense here, "
+                         f"those of sparse embeddings too; use another optimizer") from error
+    if torch.equal(whole, _ramp(whole.device)):
+        raise UsageError(f"optimizer {name} does not move the parameters that stand in its param_groups when its "
+                         f"step() is called (it may keep a list of its own); use one that steps param_groups")
+    try:
+        cut = _probe(optimizer, group, [(0, 128), (128, 384), (384, 512)], cut=True)
+    except (RuntimeError, ValueError, TypeError, AssertionError, IndexError):
+        return False  # it needs the matrix
+    return torch.allclose(whole, cut, rtol=1e-12, atol=1e-12)
 
 
 def _ramp(device: torch.device) -> torch.Tensor:

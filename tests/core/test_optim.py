@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -49,7 +50,8 @@ def test_any_element_wise_optimizer_equals_one_process(optimizer: str) -> None:
     pytest.param(lambda ps: torch.optim.Adafactor(ps, lr=0.01), id="adafactor")])
 def test_an_optimizer_of_whole_matrices_runs_under_ddp_and_is_refused_where_they_are_cut(make: Any) -> None:
     model = nn.Sequential(nn.Linear(8, 16, bias=False), nn.Tanh(), nn.Linear(16, 8, bias=False)).double()
-    assert not is_element_wise(make(model.parameters()))
+    made = make(model.parameters())
+    assert not is_element_wise(made, made.param_groups[0])
     batches = [(torch.randn(4, 8, dtype=torch.float64),) for _ in range(6)]
 
     class Loss(nn.Module):
@@ -196,3 +198,164 @@ def test_h27_clipping_equals_one_process(name: str, kind: float, size: int, wher
         torch.testing.assert_close(norm, expected, rtol=1e-12, atol=0)
         for key, parameter in whole.named_parameters():
             torch.testing.assert_close(grads[key], parameter.grad, rtol=1e-10, atol=1e-14)
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_h25_gradients_of_zero_leave_one_group_and_decay_the_other(name: str, where: Any) -> None:
+    def body() -> list[tuple[torch.Tensor, torch.Tensor]]:
+        model = nn.Sequential(nn.Linear(3, 5), nn.LayerNorm(5), nn.Linear(5, 2))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(0.75)
+        flat = [p for p in model.parameters() if p.ndim < 2]
+        whole = [p for p in model.parameters() if p.ndim >= 2]
+        groups = [{"params": flat, "weight_decay": 0.0, "lr": 0.1}, {"params": whole, "weight_decay": 0.5, "lr": 0.01}]
+        engine = dplab.parallelize(model, torch.optim.AdamW(groups), name)
+        before = engine.full_state_dict()
+        engine.backward(engine(torch.ones(2, 3)).sum() * 0.0)
+        assert engine.step()
+        after = engine.full_state_dict()
+        return [(before[key], after[key]) for key in before]
+
+    for pairs in where(2, body):
+        for before, after in pairs:
+            assert torch.equal(after, before if before.ndim < 2 else before * (1 - 0.01 * 0.5))
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_h25_a_group_added_later_is_stepped_from_then_on(name: str, where: Any) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).double()
+
+    def train(model: nn.Sequential, made: Any, turn: Callable[[int], None]) -> None:
+        for step in range(4):
+            if step == 2:
+                made.add_param_group({"params": model[0].parameters(), "lr": 0.01, "weight_decay": 0.5})
+            turn(step)
+
+    def batch(step: int, rank: int) -> torch.Tensor:
+        return torch.randn(4, 3, generator=torch.Generator().manual_seed(7 * step + rank)).double()
+
+    def body() -> dict[str, torch.Tensor]:
+        model = copy.deepcopy(plain)
+        engine = dplab.parallelize(model, torch.optim.AdamW(model[1].parameters(), lr=0.1), name)
+
+        def turn(step: int) -> None:
+            engine.backward(engine(batch(step, dplab.init().rank)).square().mean())
+            assert engine.step()
+
+        train(model, engine.optimizer, turn)
+        assert [group["lr"] for group in engine.optimizer.param_groups] == [0.1, 0.01]
+        with pytest.raises(UsageError, match=r"a parameter of shape \(4, 3\) is in another group already"):
+            engine.optimizer.add_param_group({"params": [model[0].weight]})
+        with pytest.raises(UsageError, match=r"a parameter of shape \(2,\) was not trained when the model was wrapped"):
+            engine.optimizer.add_param_group({"params": nn.Parameter(torch.ones(2))})
+        return engine.full_state_dict()
+
+    states = where(2, body)
+    reference = copy.deepcopy(plain)
+    made = torch.optim.AdamW(reference[1].parameters(), lr=0.1)
+
+    def turn(step: int) -> None:
+        made.zero_grad()
+        reference.zero_grad()
+        for rank in range(2):
+            (reference(batch(step, rank)).square().mean() / 2).backward()
+        made.step()
+
+    train(reference, made, turn)
+    for state in states:
+        for key, value in reference.state_dict().items():
+            torch.testing.assert_close(state[key], value, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.filterwarnings("error")
+def test_h26_a_scheduler_goes_on_after_the_optimizers_state_was_loaded(name: str, where: Any) -> None:
+    """OneCycleLR turns rate and momentum of two groups; load_state_dict puts other group objects in their place."""
+    torch.manual_seed(0)
+    plain = nn.Linear(3, 2).double()
+
+    def optimizer(model: nn.Linear) -> torch.optim.Optimizer:
+        return torch.optim.SGD([{"params": [model.weight]}, {"params": [model.bias], "lr": 0.01}], lr=0.1, momentum=0.9)
+
+    def cycle(made: torch.optim.Optimizer) -> Any:
+        return torch.optim.lr_scheduler.OneCycleLR(made, max_lr=[0.5, 0.05], total_steps=8)
+
+    def batch(step: int, rank: int) -> torch.Tensor:
+        return torch.randn(4, 3, generator=torch.Generator().manual_seed(7 * step + rank)).double()
+
+    def body() -> dict[str, torch.Tensor]:
+        model = copy.deepcopy(plain)
+        engine = dplab.parallelize(model, optimizer(model), name)
+        scheduler = cycle(engine.optimizer)
+        for step in range(6):
+            if step == 3:
+                kept = copy.deepcopy(engine.optimizer.state_dict())
+                engine.optimizer.load_state_dict(kept)
+            engine.backward(engine(batch(step, dplab.init().rank)).square().mean())
+            assert engine.step()
+            scheduler.step()
+        return engine.full_state_dict()
+
+    states = where(2, body)
+    reference = copy.deepcopy(plain)
+    made = optimizer(reference)
+    scheduler = cycle(made)
+    for step in range(6):
+        made.zero_grad()
+        for rank in range(2):
+            (reference(batch(step, rank)).square().mean() / 2).backward()
+        made.step()
+        scheduler.step()
+    for state in states:
+        for key, value in reference.state_dict().items():
+            torch.testing.assert_close(state[key], value, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_h28_an_optimizer_made_before_the_wrap_steps_the_wrapped_model(name: str, where: Any) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).double()
+
+    def batch(step: int, rank: int) -> torch.Tensor:
+        return torch.randn(4, 3, generator=torch.Generator().manual_seed(7 * step + rank)).double()
+
+    def body() -> dict[str, torch.Tensor]:
+        model = copy.deepcopy(plain)
+        engine = dplab.parallelize(model, torch.optim.Adam(model.parameters(), lr=0.1), name)
+        for step in range(3):
+            engine.backward(engine(batch(step, dplab.init().rank)).square().mean())
+            assert engine.step()
+        return engine.full_state_dict()
+
+    states = where(2, body)
+    reference = copy.deepcopy(plain)
+    made = torch.optim.Adam(reference.parameters(), lr=0.1)
+    for step in range(3):
+        made.zero_grad()
+        for rank in range(2):
+            (reference(batch(step, rank)).square().mean() / 2).backward()
+        made.step()
+    for state in states:
+        for key, value in reference.state_dict().items():
+            torch.testing.assert_close(state[key], value, rtol=1e-10, atol=1e-12)
+            assert not torch.equal(value, plain.state_dict()[key])
+
+
+@pytest.mark.parametrize("name", ["zero1", "zero2", "zero3"])
+def test_h28_an_optimizer_made_after_the_wrap_has_nothing_to_step_and_is_told(name: str) -> None:
+    def body() -> str:
+        model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+        engine = dplab.parallelize(model, torch.optim.SGD, name)
+        engine(torch.ones(1, 3))
+        late = torch.optim.Adam(model.parameters())
+        engine(torch.ones(1, 3)).sum().backward()
+        try:
+            late.step()
+        except StateError as error:
+            return str(error)
+        return "nothing was refused"
+
+    for told in in_threads(2, body):
+        assert "the averaged gradient of parameter" in told or "is used outside its unit" in told
