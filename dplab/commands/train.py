@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from dplab.commands.base import Answer, Verbs, count, learning_rate, seed, verb, whole_number
 from dplab.commands.measure import figures, progress
-from dplab.errors import RankFailed, RunFailed, UsageError
+from dplab.errors import RankFailed, RunError, RunFailed, UsageError
 from dplab.specs import Strategy
 from dplab.telemetry.summary import Summary
 from dplab.workloads.catalog import CATALOG, OPTIMIZERS, optimizer_class, workload
@@ -97,6 +97,12 @@ def watch(run: Run, steps: int) -> tuple[list[dict[str, Any]], Summary]:
     except RankFailed as error:
         line.end()
         raise usage_error_of(error) or error from None
+    except RunFailed:
+        line.end()
+        raise
+    except RunError as error:      # under our eyes: its directory was removed, the disk went away
+        line.end()
+        raise RunFailed(f"run {run.id} cannot be followed any more: {error}") from error
     summary.feed(reader.poll())
     line.show(progress(summary, steps))
     line.end()

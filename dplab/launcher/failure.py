@@ -11,6 +11,8 @@ from dplab.telemetry.rundir import DAMAGED, RunDirectory
 from dplab.telemetry.state import read_state
 
 _TAIL_LINES = 20
+_LINE = 400
+"""Characters of the one line that tells a failure; the whole message is in the error."""
 
 
 def failure_of(directory: RunDirectory) -> DplabError:
@@ -47,7 +49,8 @@ def headline(directory: RunDirectory) -> str | None:
         error = failure_of(directory)
     except RunError as unreadable:
         return str(unreadable)
-    return _own_reason(directory) if isinstance(error, RunFailed) else str(error).partition("\n")[0]
+    line = _own_reason(directory) if isinstance(error, RunFailed) else str(error).partition("\n")[0]
+    return line if len(line) <= _LINE else f"{line[:_LINE]}..."
 
 
 def stop_reason(directory: RunDirectory) -> str | None:

@@ -176,6 +176,22 @@ def test_a_run_that_failed_by_itself_says_so_once(capsys, monkeypatch, tmp_path,
     assert data["failure"] == "no process could be started for it"
 
 
+def test_a_run_that_is_removed_under_way_ends_train_too(tmp_path):
+    process = subprocess.Popen([sys.executable, "-m", "dplab", "train", "--steps", "100000", *QUICK],
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                               env={**os.environ, "DPLAB_RUNS": str(tmp_path)})
+    try:
+        wait_until(lambda: any((run.step or 0) > 0 for run in dplab.runs(tmp_path)))
+        shutil.rmtree(dplab.runs(tmp_path)[0].path)
+        out, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+        process.wait()
+    assert (process.returncode, out) == (1, "")
+    assert "cannot be followed any more: " in err.splitlines()[-1]
+    assert "Traceback" not in err
+
+
 def test_one_loss_everywhere(capsys):
     """A window of two micro-batches on two ranks: what train says, the handle, attach and the progress line."""
     status, out, err = said(capsys, "train", "--strategy", "zero2+accum2", "--steps", "3", "--json", *QUICK)

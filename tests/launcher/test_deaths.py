@@ -193,9 +193,10 @@ def test_supervisor_is_terminated() -> None:
 
 
 @pytest.mark.parametrize("warm", [True, False])
-def test_the_run_s_directory_is_removed(warm: bool) -> None:
-    run, pids = endless(2, warm=warm)
-    supervisor = survivors.supervisor_pid(run.path)
+def test_the_run_s_directory_is_removed(warm: bool, tmp_path: Path) -> None:
+    """Of ranks that would notice nothing themselves."""
+    run = dplab.launch(rank_programs.wait_for, world_size=2, args=(str(tmp_path / "never"),), warm=warm, detach=False)
+    pids, supervisor = survivors.rank_pids(run.path, 2), survivors.supervisor_pid(run.path)
     shutil.rmtree(run.path)
     survivors.poll(lambda: not any(map(psutil.pid_exists, [supervisor, *pids])), "supervisor and ranks have ended",
                    limit=10)

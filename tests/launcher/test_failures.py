@@ -135,6 +135,19 @@ def test_failure_in_one_line() -> None:
         again.wait()
 
 
+def test_a_very_long_message_is_told_short_in_one_line() -> None:
+    def fail() -> None:
+        raise ValueError("x" * 10_000 + "\nsecond line")
+
+    run = dplab.launch(fail, detach=False)
+    with pytest.raises(RankFailed, match="second line"):
+        run.wait(60)
+    assert run.failure is not None
+    assert run.failure.startswith("rank 0 of 1 failed in step 0: ValueError: xxx")
+    assert run.failure.endswith("xxx...")
+    assert len(run.failure) < 500
+
+
 def test_sys_exit_zero_is_a_return() -> None:
     assert dplab.launch(exit, world_size=1, args=(0,), detach=False).wait(60) == [None]
 
