@@ -58,7 +58,7 @@ def candidates(ranks: int, samples: int, profile: Profile, recipe: Recipe, space
     """Every combination for `ranks` GPUs and `samples` a step, as arrays. Interleaving belongs to pipelines, selective
     recomputation to stored attention matrices, ZeRO to more than one replica: other combinations name nothing new."""
     modes = [RECOMPUTE.index(name) for name in space.recompute if name != "selective" or not recipe.flash]
-    rows = []
+    rows: list[tuple[int, ...]] = []
     for tp in divisors(ranks):
         for pp in divisors(ranks // tp):
             dp = ranks // tp // pp

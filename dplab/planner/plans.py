@@ -30,7 +30,7 @@ class Plan:
     @property
     def pure(self) -> bool:
         """True where dplab can run it: data parallelism alone."""
-        return self.split.tp == self.split.pp == 1
+        return bool(self.split.tp == self.split.pp == 1)
 
     @property
     def strategy(self) -> Strategy | None:

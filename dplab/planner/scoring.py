@@ -236,7 +236,7 @@ def _time_row(case: Case, made: Setup) -> Row:
 def step_seconds(case: Case, made: Setup) -> float:
     """The measured step behind a published rate; FLOP/s as the unit says, MFU or HFU."""
     value, unit, split = float(case.value), case.unit, made.split
-    samples, ranks = split.samples, split.ranks
+    samples, ranks = float(split.samples), float(split.ranks)
     if unit.startswith("TFLOP/s/GPU"):
         mode = RECOMPUTE[split.recompute] if "HFU" in unit else "none"
         return made.profile.hardware_flops(mode) * samples / (ranks * value * 1e12)
@@ -268,12 +268,12 @@ def _formula(case: Case) -> float:
     config = case.config
     if case.stem == "playbook":
         name = "states-20" if "fp32 grad" in config["precision"] else "states-16"
-        return recipe(name).state_bytes * case.model["params"] / 1e9
+        return float(recipe(name).state_bytes * case.model["params"] / 1e9)
     if case.stem == "zero":
         if not config.get("dp") or not isinstance(case.value, int | float):
             raise Unusable("a formula, a plan in words, or a schedule that is not simulated")
         each = float(sum(memory.states(1.0, Split(dp=config["dp"], zero=config["zero"]), recipe("states-16")).values()))
-        return config["tp"] * 32e9 / each if "-th-" in case.id else each * case.model["params"] / 1e9
+        return float(config["tp"] * 32e9 / each if "-th-" in case.id else each * case.model["params"] / 1e9)
     made = published.setup(case)
     if case.unit.endswith("activations"):
         full = Split(**{**vars(made.split), "accumulate": 10**6})
