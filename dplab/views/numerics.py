@@ -11,8 +11,9 @@ from dplab.views import theme
 if TYPE_CHECKING:
     from dplab.telemetry.numerics import Comparison
 
-_SHADES = ("#FFE9A8", "#F0C05A", "#E69F00", "#C46A00", "#8A3B00", "#3D1600")
-"""Light to dark, so that the order is seen without colour too; a shade stands for a factor of `_FACTOR`."""
+_SHADES = ("#FFF0B8", "#FBCB6B", "#F09A3A", "#DB6A2E", "#B8404A", "#8A2A62")
+"""Light to dark, so that the order is seen without colour too, and the last still stands out from a black page; a
+shade stands for a factor of `_FACTOR`."""
 
 _FACTOR = 64
 _LEFT, _TOP, _ROW, _LARGEST_CELL = 190, 60, 15, 40
