@@ -30,17 +30,17 @@ def lay_notebooks(target: Path) -> tuple[list[Path], list[Path]]:
         if ".ipynb_checkpoints" in path.parts:
             continue
         copy = target / path.relative_to(source)
-        if copy.exists() and copy.read_bytes() != path.read_bytes():
-            kept.append(copy)
-            continue
         try:
+            if copy.exists() and copy.read_bytes() != path.read_bytes():
+                kept.append(copy)
+                continue
             copy.parent.mkdir(parents=True, exist_ok=True)
             # Another process may lay the same notebooks: each copy appears whole or not at all.
             partial = copy.with_name(f".{copy.name}.{os.getpid()}")
             partial.write_bytes(path.read_bytes())
             os.replace(partial, copy)
         except OSError as error:
-            raise UsageError(f"notebooks cannot be laid into {str(target)!r} ({error.strerror}); "
+            raise UsageError(f"notebooks cannot be laid into {str(target)!r} ({copy.name}: {error.strerror}); "
                              f"run dplab lab from a folder that you may write") from error
         written.append(copy)
     return written, kept

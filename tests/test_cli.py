@@ -248,4 +248,13 @@ def test_lab_cannot_lay_into_a_folder_that_is_closed(capsys, monkeypatch, tmp_pa
     status, _, err = said(capsys, "lab", "--lay-only")
     assert status == 2
     assert "notebooks cannot be laid into" in err
-    assert "(closed); run dplab lab from a folder that you may write" in err
+    assert "(01.ipynb: closed); run dplab lab from a folder that you may write" in err
+
+
+def test_lab_meets_a_folder_where_a_notebook_should_lie(capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "01-quickstart.ipynb").mkdir()
+    status, out, err = said(capsys, "lab", "--lay-only")
+    assert (status, out) == (2, "")
+    assert "notebooks cannot be laid into" in err
+    assert "(01-quickstart.ipynb: Is a directory); run dplab lab from a folder that you may write" in err

@@ -72,9 +72,12 @@ def start(job: Job) -> None:
             "reason": f"no process could be started for it: {error.strerror}; end others, or raise the limit"})
         return
     if pid == 0:
-        os.setsid()
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        supervisor.main(job, supervisor.fork_rank)
+        try:
+            os.setsid()
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            supervisor.main(job, supervisor.fork_rank)
+        finally:
+            os._exit(1)      # whatever was raised: a second warm parent must not go on from here
 
 
 def main() -> None:
