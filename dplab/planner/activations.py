@@ -37,6 +37,14 @@ def divided(block: Block, recipe: Recipe) -> float:
     return (attention + e * block.ffn * (4 if block.gated else 2)) / h
 
 
+def products(block: Block, recipe: Recipe) -> float:
+    """Bytes an element of tokens x hidden of what `products` keeps beside a layer's input: attention's result, and of
+    the products in order (queries, keys, values, output, gate, up, down) every second one."""
+    e, h = recipe.element, block.hidden
+    kept = block.inner + (block.inner + block.kv + block.ffn + h if block.gated else block.inner + block.kv + block.ffn)
+    return (e * kept + (4 * block.heads if recipe.flash else 0)) / h
+
+
 def scores(block: Block, recipe: Recipe) -> float:
     """Bytes an element of tokens x hidden of stored attention matrices: 5 a s / h with dropout."""
     if recipe.flash:
@@ -54,7 +62,9 @@ def layer(block: Block, split: Split, recipe: Recipe, *, recompute: Any = None) 
     if recipe.keeps_gathered and recipe.sequence_parallel:
         kept = kept + 2 * recipe.element * (1 - 1 / tp)
     matrix = scores(block, recipe) / tp
-    each = np.where(mode == 2, recipe.element / cut, np.where(mode == 1, kept, kept + matrix))
+    full = recipe.element / cut
+    each = np.choose(mode, [kept + matrix, kept, full, full + products(block, recipe) / tp,
+                            (kept + matrix + full) / 2])
     return block.tokens * block.hidden * np.asarray(split.micro_batch) * each
 
 

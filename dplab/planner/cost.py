@@ -23,6 +23,10 @@ STATED_SHARE = 0.25
 on about 2,500 images a second on an A100."""
 
 
+AGAIN_SHARE = np.array([0.0, 0.0, 1.0, 0.0, 0.5])
+"""Share of a forward's collectives that each way of recomputation runs again."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Cost:
     """Seconds of a step, by what the slowest rank does: `compute` (all micro-batches of one stage), `tensor`
@@ -135,8 +139,7 @@ def _layers(profile: Profile, split: Split, cluster: Cluster, recipe: Recipe) ->
     if not rows:
         rate = cluster.gpu.flops(recipe.dtype) * cluster.gpu.sustained * STATED_SHARE * recipe.efficiency
         forward = profile.stated_flops * np.asarray(split.micro_batch) / rate
-        again = np.where(np.asarray(split.recompute) == 2, forward, 0.0)
-        return Passes(forward=forward, backward=2 * forward, again=again)
+        return Passes(forward=forward, backward=2 * forward, again=forward * AGAIN_SHARE[np.asarray(split.recompute)])
     return Passes(forward=sum(row.forward for row in rows), backward=sum(row.backward for row in rows),
                   again=sum(row.again for row in rows))
 
@@ -147,8 +150,8 @@ def _tensor(profile: Profile, split: Split, groups: Groups, recipe: Recipe) -> P
     total: Any = np.zeros_like(np.asarray(split.tp), dtype=float)
     for block in profile.blocks:
         size = block.tokens * np.asarray(split.micro_batch) * block.hidden * recipe.element
-        total = total + block.layers * 2 * groups.tensor.all_reduce(size)
-    return Passes(forward=total, backward=total, again=np.where(np.asarray(split.recompute) == 2, total, 0.0))
+        total = total + block.layers * 2 * groups.tensor.all_reduce(size) * (1 - recipe.tensor_hidden)
+    return Passes(forward=total, backward=total, again=total * AGAIN_SHARE[np.asarray(split.recompute)])
 
 
 def data_parallel(made: Pieces, split: Split, recipe: Recipe, *, share: Any, units: Any) -> tuple[Any, Any]:
@@ -168,7 +171,8 @@ def data_parallel(made: Pieces, split: Split, recipe: Recipe, *, share: Any, uni
     reduce, gather = np.where(zero == 0, group.all_reduce(whole), group.all_gather(whole)), group.all_gather(weights)
     rounds = np.where(zero == 2, m, 1)
     tail = np.where(recipe.overlap, reduce / units, 0.0)
-    replicated = rounds * np.maximum(reduce - hides * backward, tail) + np.where(zero == 0, 0.0, gather)
+    after = np.maximum(gather - forward, gather / units) if recipe.gather_ahead else gather
+    replicated = rounds * np.maximum(reduce - hides * backward, tail) + np.where(zero == 0, 0.0, after)
     lag = group.all_gather(0.0) * (units - 1)
     ahead = np.maximum(gather + lag - hides * forward, gather / units)
     behind = np.maximum(gather + reduce + 2 * lag - hides * backward, (gather + reduce) / units)

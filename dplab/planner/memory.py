@@ -14,7 +14,7 @@ import numpy as np
 from dplab.planner import activations
 from dplab.planner.profile import Profile
 from dplab.planner.recipes import Recipe
-from dplab.planner.split import RECOMPUTE, Split
+from dplab.planner.split import Split
 
 CATEGORIES = ("params", "grads", "optimizer", "master", "activations", "working", "logits", "gathered", "buckets",
               "slack", "context")
@@ -113,10 +113,10 @@ def _stage(profile: Profile, split: Split, recipe: Recipe, stage: Any, layers: A
                default=np.zeros(1))
     stored = profile.stated_elements * recipe.element * np.asarray(split.micro_batch)
     mode = np.asarray(split.recompute)
-    parts["activations"] = kept + stored * np.where(mode == 2, 0.5, 1.0)
+    parts["activations"] = kept + stored * np.where(mode == 0, 1.0, 0.5)
     matrix = max((block.tokens * block.hidden * activations.scores(block, recipe) for block in profile.blocks),
                  default=0.0) * np.asarray(split.micro_batch) / tp
-    parts["working"] = np.where(mode == 2, live, np.where(mode == 1, matrix, 0.0)) if profile.blocks else 0.0 * tp
+    parts["working"] = np.where(mode >= 2, live, np.where(mode == 1, matrix, 0.0)) if profile.blocks else 0.0 * tp
     tokens = profile.blocks[-1].tokens if profile.vocabulary else 0
     parts["logits"] = np.where(stage == pp - 1, recipe.logit * profile.vocabulary * tokens
                                * np.asarray(split.micro_batch) / tp, 0.0)
@@ -171,7 +171,7 @@ def _formulas(memory: Memory) -> dict[str, str]:
     each = float(activations.layer(block, split, recipe)) / (block.tokens * block.hidden * split.micro_batch)
     texts["activations"] = (f"{float(memory.layers):g} layers x {float(memory.held):g} micro-batches x {size} x "
                             f"{each:.4g} bytes ({_each(memory)})")
-    texts["working"] = ("one layer, recomputed whole" if split.recompute == 2 else "one layer's attention matrix")
+    texts["working"] = ("one layer, recomputed" if split.recompute >= 2 else "one layer's attention matrix")
     texts["logits"] = f"{block.tokens} x {split.micro_batch} x {profile.vocabulary} / {split.tp} x {recipe.logit} bytes"
     return texts
 
@@ -179,8 +179,9 @@ def _formulas(memory: Memory) -> dict[str, str]:
 def _each(memory: Memory) -> str:
     """Where the bytes of an activation's element come from."""
     block, split, recipe = memory.profile.blocks[-1], memory.split, memory.recipe
-    if split.recompute == 2:
-        return f"recompute {RECOMPUTE[2]}: a layer's input"
+    if split.recompute >= 2:
+        return {2: "a layer's input", 3: "a layer's input, attention's result and every second product",
+                4: "a layer's input, and all of every second layer"}[split.recompute]
     cut = f" / {split.tp}" if split.tp > 1 else ""
     text = f"{activations.whole(block, recipe):.4g}{cut if recipe.sequence_parallel else ''} + "
     text += f"{activations.divided(block, recipe):.4g}{cut}"

@@ -124,10 +124,12 @@ class Profile:
         return 3.0 * self.forward_flops(causal=causal)
 
     def hardware_flops(self, recompute: str = "none", *, causal: bool = False) -> float:
-        """FLOPs of one sample including what `recompute` (none, selective, full) runs twice: what HFU counts."""
+        """FLOPs of one sample including what `recompute` (of RECOMPUTE) runs twice: what HFU counts."""
         attention = sum(block.layers * block.attention_flops(causal=causal) for block in self.blocks)
-        inside = attention + sum(block.layers * block.matmul_flops() for block in self.blocks)
-        again = {"none": 0.0, "selective": attention, "full": inside}[recompute]
+        products = sum(block.layers * block.matmul_flops() for block in self.blocks)
+        inside = attention + products
+        again = {"none": 0.0, "selective": attention, "full": inside, "products": 0.4 * products,
+                 "alternate": inside / 2}[recompute]
         return self.model_flops(causal=causal) + again
 
     def flops_per_token(self, *, causal: bool = False) -> float:

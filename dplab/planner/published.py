@@ -49,6 +49,10 @@ class Setup:
     cluster: Cluster
 
 
+ASYNC_SHARE = 0.4
+"""Share of tensor-parallel collectives that torchtitan's asynchronous ones hide: read off its own three pairs."""
+
+
 class Unusable(Exception):
     """A case leaves out something that a prediction needs; the message says what."""
 
@@ -98,6 +102,10 @@ def recipe_of(case: Case) -> Recipe:
         raise Unusable("the program is not described")
     if case.id.startswith("nanotron-tp"):      # another script than the sweep: gathered inputs are gathered again
         return replace(recipe("nanotron"), keeps_gathered=False)
+    if config.get("compile"):
+        dtype["passes"] = 1.0
+    if config.get("async_tp"):
+        dtype["tensor_hidden"] = ASYNC_SHARE
     return replace(recipe(named[stem]), **dtype)
 
 
@@ -146,7 +154,7 @@ def _split(case: Case, profile: Profile) -> Split:
     # the FLOP/s printed beside these times count a second forward
     again = case.id.startswith("mlm-tables") or case.stem == "mtnlg"
     mode = "full" if again else str(config.get("recompute", "none"))
-    known = {"none": 0, "selective": 1, "full": 2}
+    known = {"none": 0, "selective": 1, "full": 2, "selective op": 3, "selective layer": 4}
     if mode not in known:
         raise Unusable(f"recomputation {mode!r} is not modelled")
     return Split(dp=dp, tp=tp, pp=pp, zero=config.get("zero", 0), micro_batch=micro, accumulate=accumulate,

@@ -31,7 +31,8 @@ class Recipe:
     kernels are less fused than assumed; `host` is the seconds in which a process launches one layer's forward;
     `efficiency` multiplies the speed of compute (1: nothing fitted). Collectives reach `link_share` of the nominal
     speed inside a node and `network_share` between nodes, hops between stages `hop_share` of the latter; flash
-    attention `flash_share` of the peak (None: as the GPU's card says).
+    attention `flash_share` of the peak (None: as the GPU's card says). `tensor_hidden` is the share of tensor-parallel
+    collectives that runs behind their products, `gather_ahead` gathers ZeRO-1's weights behind the next forward.
     Fixed: `context` bytes outside the allocator, `slack` of what is allocated lost to fragmentation.
     """
 
@@ -59,6 +60,8 @@ class Recipe:
     network_share: float = 0.5
     hop_share: float = 0.5
     flash_share: float | None = None
+    tensor_hidden: float = 0.0
+    gather_ahead: bool = False
     host: float = 4e-4
     context: float = 1.2e9
     slack: float = 0.05
@@ -102,16 +105,16 @@ RECIPES = {recipe.name: recipe for recipe in (
            source="Narayanan et al. 2021, arXiv:2104.04473: fp16, no flash attention, gradients reduced at the end"),
     Recipe(name="megatron-2022", passes=1.0, dtype="fp16", grad=4, flash=False, overlap=False, logit=8, context=0.0,
            slack=0.0, source="Korthikanti et al. 2022, arXiv:2205.05198: as before, sequence parallel; 18 bytes"),
-    Recipe(name="megatron-core", passes=1.0, grad=4, fused_norm=True, logit=8,
-           source="Megatron-Core on H100: bf16, fp32 gradients, flash attention, overlapped collectives"),
+    Recipe(name="megatron-core", passes=1.0, grad=4, fused_norm=True, logit=8, tensor_hidden=0.5, gather_ahead=True,
+           source="Megatron-Core on H100: bf16, fp32 gradients, flash attention, all collectives overlapped"),
     Recipe(name="zero-bubble", passes=1.0, dtype="fp16", grad=2, flash=False, partition="edges", overlap=False, logit=8,
            context=0.0, slack=0.0, source="Qi et al. 2024, arXiv:2401.10241: Megatron-LM in fp16, first and last "
            "stage a layer less"),
     Recipe(name="nanotron", passes=1.0, grad=4, fused_norm=True, keeps_gathered=True, logit=10, partition="balanced",
            context=0.0, slack=0.0, source="nanotron: bf16 with fp32 gradient accumulation, stages balanced by "
            "compute; peaks are of the allocator"),
-    Recipe(name="fsdp", param=4, grad=4, master=0, slack=0.2, source="PyTorch FSDP: fp32 shards gathered in bf16; "
-           "slack from pytorch/torchtitan#191, where one job reserved 71 or 87 GB"),
+    Recipe(name="fsdp", param=4, grad=4, master=0, slack=0.15, source="PyTorch FSDP: fp32 shards gathered in bf16; "
+           "slack within that of pytorch/torchtitan#191, where one job reserved 71 or 87 GB"),
     Recipe(name="llm-foundry", param=4, grad=4, master=0, logit=4, flash_share=0.33,
            source="llm-foundry: FSDP, fused cross-entropy in place, and the first FlashAttention, which reaches 25 to "
            "40 % of the peak (arXiv:2307.08691)"),
@@ -121,9 +124,10 @@ RECIPES = {recipe.name: recipe for recipe in (
            network_share=0.082,
            source="ZeRO-3 as run in Narayanan et al. 2021, arXiv:2104.04473, table 2"),
 )}
-"""Programs by name. Fields are what a program's authors say that it does, except three that were read off published
+"""Programs by name. Fields are what a program's authors say that it does, except those that were read off published
 results: `host` of megatron-2021 (vTrain's single-node rows with one sample a micro-batch), `network_share` of
-deepspeed-2021 (its own six rows) and `keeps_gathered` of nanotron (its peaks grow with the tensor degree so)."""
+deepspeed-2021 (its own six rows), `keeps_gathered` of nanotron (its peaks grow with the tensor degree so), and the
+defaults `network_share`, `link_share` and `passes` (see data/published/REPORT.md)."""
 
 
 def recipe(name: str | Recipe) -> Recipe:

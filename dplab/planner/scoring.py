@@ -140,7 +140,7 @@ _TIME: dict[str, tuple[Callable[[str], bool], str]] = {
     "llm-foundry, A100": (lambda id_: id_.startswith("mosaic-a100"), "passes of eager PyTorch"),
     "llm-foundry, H100": (lambda id_: id_.startswith("mosaic-h100"), "sustained speed of an H100"),
     "torchtitan, A100": (lambda id_: id_.startswith("titan-a100"), ""),
-    "torchtitan, H100": (lambda id_: id_.startswith("titan"), ""),
+    "torchtitan, H100": (lambda id_: id_.startswith("titan"), "share that asynchronous collectives hide"),
     "nanotron, H100": (lambda id_: id_.startswith("nanotron"), "network share"),
 }
 """Families of step times: which ids belong to each (the first that matches), and what was set with them in view."""

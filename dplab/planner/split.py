@@ -7,8 +7,10 @@ from typing import Any
 
 import numpy as np
 
-RECOMPUTE = ("none", "selective", "full")
-"""`selective` recomputes the attention matrix alone, `full` keeps only each layer's input."""
+RECOMPUTE = ("none", "selective", "full", "products", "alternate")
+"""`selective` recomputes the attention matrix alone (arXiv:2205.05198), `full` keeps only each layer's input,
+`products` keeps attention's result and every second matrix product's (torchtitan's selective checkpointing by
+operation), `alternate` is full on every second layer."""
 
 Count = Any
 """A whole number, or an integer array with one entry a candidate."""
