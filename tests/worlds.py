@@ -122,40 +122,48 @@ def in_threads(size: int, fn: Callable[..., Any], *args: Any, timeout: float = 3
 
 
 class ProcessWorld:
-    """Ranks as processes over gloo that stay alive from test to test; a world in which a call failed is dropped.
+    """Ranks as processes, over gloo or shared memory, that stay alive from test to test.
+
+    A world in which a call failed is dropped.
 
     They are forked from a server that has torch imported already, so a world costs a fraction of a second.
     """
 
-    _kept: ClassVar[dict[int, ProcessWorld]] = {}
+    _kept: ClassVar[dict[tuple[int, str], ProcessWorld]] = {}
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, backend: str) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch", "torch._dynamo", "dplab.engine"])
         self.folder = tempfile.TemporaryDirectory()
         self.pipes, self.processes = [], []
         for rank in range(size):
             mine, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, rank, size, self.folder.name), daemon=True)
+            process = context.Process(target=_serve, args=(theirs, rank, size, backend, self.folder.name), daemon=True)
             process.start()
             theirs.close()
             self.pipes.append(mine)
             self.processes.append(process)
 
     @classmethod
-    def of(cls, size: int) -> ProcessWorld:
-        if size not in cls._kept:
-            cls._kept[size] = cls(size)
-        return cls._kept[size]
+    def of(cls, size: int, backend: str = "gloo") -> ProcessWorld:
+        if (size, backend) not in cls._kept:
+            cls._kept[size, backend] = cls(size, backend)
+        return cls._kept[size, backend]
 
     def call(self, fn: Callable[..., Any], *args: Any, timeout: float = 90.0, **kwargs: Any) -> list[Any]:
         """`fn` on every rank; the results in rank order. The first exception is raised with its traceback as note."""
+        answers = self.answers(fn, *args, timeout=timeout, **kwargs)
+        return [answers[rank] for rank in range(len(self.pipes))]
+
+    def answers(self, fn: Callable[..., Any], *args: Any, dead: Sequence[int] = (), timeout: float = 90.0,
+                **kwargs: Any) -> dict[int, Any]:
+        """As `call`, by rank; the ranks of `dead` kill themselves in it and give none."""
         for pipe in self.pipes:
             pipe.send(cloudpickle.dumps((fn, args, kwargs)))
         answers: dict[int, Any] = {}
         deadline = time.monotonic() + timeout
-        while len(answers) < len(self.pipes):
-            waiting = {pipe: rank for rank, pipe in enumerate(self.pipes) if rank not in answers}
+        while len(answers) < len(self.pipes) - len(dead):
+            waiting = {pipe: rank for rank, pipe in enumerate(self.pipes) if rank not in answers and rank not in dead}
             ready = multiprocessing.connection.wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
                 self.drop()
@@ -166,15 +174,15 @@ class ProcessWorld:
                     self.drop()
                     raise value
                 answers[waiting[pipe]] = value
-        return [answers[rank] for rank in range(len(self.pipes))]
+        return answers
 
     def drop(self) -> None:
         for process in self.processes:
             process.kill()
             process.join()
         self.folder.cleanup()
-        for size in [size for size, world in self._kept.items() if world is self]:
-            del self._kept[size]
+        for key in [key for key, world in self._kept.items() if world is self]:
+            del self._kept[key]
 
     @classmethod
     def drop_all(cls) -> None:
@@ -187,10 +195,15 @@ def in_processes(size: int, fn: Callable[..., Any], *args: Any, timeout: float =
     return ProcessWorld.of(size).call(fn, *args, timeout=timeout, **kwargs)
 
 
-def _serve(pipe: Any, rank: int, size: int, folder: str) -> None:
+def in_shm(size: int, fn: Callable[..., Any], *args: Any, timeout: float = 90.0, **kwargs: Any) -> list[Any]:
+    """`fn` on every rank of a kept process world over shared memory."""
+    return ProcessWorld.of(size, "shm").call(fn, *args, timeout=timeout, **kwargs)
+
+
+def _serve(pipe: Any, rank: int, size: int, backend: str, folder: str) -> None:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank),
                    "DPLAB_RENDEZVOUS": f"file://{folder}/rendezvous"}
-    dplab.init(device="cpu")
+    dplab.init(device="cpu", backend=backend)
     while True:
         try:
             fn, args, kwargs = cloudpickle.loads(pipe.recv())

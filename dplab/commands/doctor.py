@@ -63,6 +63,7 @@ def _machine() -> Answer:
 
     from dplab.telemetry.rundir import runs_root
     from dplab.telemetry.utilization import sources
+    from dplab.wire.world import without_shm
 
     root = runs_root()
     there = next(path for path in (root, *root.parents) if path.exists())
@@ -71,8 +72,9 @@ def _machine() -> Answer:
         "python": platform.python_version(), "platform": platform.platform(), "packages": _versions(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "gpus": gpus,
-        "backends": [name for name, there in (("gloo", dist.is_gloo_available()), ("nccl", dist.is_nccl_available()))
-                     if there],
+        "backends": [name for name, there in (("gloo", dist.is_gloo_available()), ("nccl", dist.is_nccl_available()),
+                                              ("shm", not without_shm())) if there],
+        "without_shm": without_shm(),
         "shm_bytes": shutil.disk_usage("/dev/shm").total if Path("/dev/shm").is_dir() else None,
         "runs": str(root), "runs_free_bytes": shutil.disk_usage(there).free,
         "gauges": {name: source.reason or "measurable" for name, source in sources().items()},
@@ -80,7 +82,7 @@ def _machine() -> Answer:
     lines = [f"python      {data['python']} on {data['platform']}",
              f"cores       {data['cores']}: ranks beyond that share them",
              f"gpus        {', '.join(gpus) or 'none that torch can use'}",
-             f"backends    {', '.join(data['backends'])}",
+             f"backends    {', '.join(data['backends'])}" + (f"; no shm: {data['without_shm']}" if without_shm() else ""),
              "/dev/shm    " + ("absent" if data["shm_bytes"] is None else f"{data['shm_bytes'] / 1e9:.1f} GB"),
              f"runs        {data['runs']}, {data['runs_free_bytes'] / 1e9:.1f} GB free there",
              "gauges      " + "\n            ".join(_by_reason(data["gauges"])),

@@ -42,7 +42,8 @@ def workload_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lr", type=learning_rate, default=1e-3, help="learning rate (default: 1e-3)")
     parser.add_argument("--optimizer", default="adamw", help=f"{', '.join(OPTIMIZERS)} (default: adamw)")
     parser.add_argument("--seed", type=seed, default=0, help="of weights and order of samples (default: 0)")
-    parser.add_argument("--backend", choices=("gloo", "nccl"), help="gloo or nccl (default: what the machine has)")
+    parser.add_argument("--backend", choices=("gloo", "nccl", "shm"),
+                        help="gloo, nccl or shm (default: what the machine has)")
 
 
 def checked_workload(args: argparse.Namespace) -> dict[str, Any]:
@@ -74,7 +75,7 @@ def train(args: argparse.Namespace) -> Answer:
     data = {"strategy": args.strategy, "world_size": args.world_size, "backend": results[0]["backend"],
             "steps": results[0]["steps"], **mean_losses(results), **figures(summary),
             "memory": results[0]["memory"], "wire": results[0]["wire"], "run_dir": str(run.path)}
-    return Answer(data, _text(data))
+    return Answer(data, _text(data, summary.unit))
 
 
 def watch(run: Run, steps: int) -> tuple[list[dict[str, Any]], Summary]:
@@ -150,7 +151,7 @@ class ProgressLine:
         self._calls = 0
 
 
-def _text(data: dict[str, Any]) -> str:
+def _text(data: dict[str, Any], unit: str) -> str:
     rows = [("strategy", f"{data['strategy']} on {count(data['world_size'], 'rank')} over {data['backend']}"),
             ("loss", f"{data['loss_first']:.4f} -> {data['loss_last']:.4f} in {count(data['steps'], 'step')}, "
                      f"mean over ranks")]
@@ -158,7 +159,7 @@ def _text(data: dict[str, Any]) -> str:
         rows.append(("step", f"{data['step_ms_median']:.1f} ms, of which {data['sync_ms_median']:.1f} ms exposed "
                              f"synchronisation (medians)"))
     if data["tokens_per_s"] is not None:
-        rows.append(("throughput", f"{data['tokens_per_s']:,.0f} tokens/s, all ranks"))
+        rows.append(("throughput", f"{data['tokens_per_s']:,.0f} {unit}/s, all ranks"))
     rows.append(("memory", ", ".join(f"{name} {size / 1e6:.1f}" for name, size in data["memory"].items() if size)
                  + " MB on rank 0"))
     if data["peak_bytes"]:

@@ -27,7 +27,7 @@ from dplab.telemetry.files import write_json
 from dplab.telemetry.process import Identity
 from dplab.telemetry.rundir import RunDirectory, require_folder, runs_root
 
-BACKENDS = ("gloo", "nccl")
+BACKENDS = ("gloo", "nccl", "shm")
 LABEL_LENGTH = 80
 
 
@@ -50,7 +50,7 @@ def launch(
 
     `function`: any callable, also one defined in a notebook cell, or `"package.module:function"`.
     `strategy`: what `dplab.parallelize` uses in the ranks where the program names none.
-    `backend`: `gloo`, `nccl`, or None for what the machine has.
+    `backend`: `gloo`, `nccl`, `shm` (CPU ranks of one host), or None for what the machine has.
     `detach`: True: the run outlives this process, `dplab.attach` finds it again; False: it ends with it.
     `threads`: intra-operation threads a rank; None: OMP_NUM_THREADS, else the cores shared out evenly.
     `env`: variables for the ranks on top of this process's, which stays as it is.

@@ -4,7 +4,7 @@ Every call works in place on a flat tensor that is the same length on every rank
 `all_gather` rank r's segment is the r-th equal slice; the others are the wire's to overwrite. A call issues
 and returns a `Pending`; its `wait()` makes the result visible. Along an axis of one rank nothing is sent.
 
-`bytes` are those that this rank sends. Below stands a `Transport`: gloo, nccl or threads.
+`bytes` are those that this rank sends. Below stands a `Transport`: gloo, nccl, shm or threads.
 """
 
 from __future__ import annotations

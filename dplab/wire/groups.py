@@ -18,6 +18,8 @@ import torch.distributed as dist
 from dplab.errors import WireError
 from dplab.telemetry.recorder import now
 from dplab.wire.collectives import Op, Transport, Work, summable
+from dplab.wire.shm.group import ShmGroup
+from dplab.wire.shm.transport import ShmTransport
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
@@ -34,7 +36,8 @@ def leave() -> None:
     aborts the process (seen in a third of short programs). So they are given that moment here, once.
     """
     if dist.is_initialized():
-        time.sleep(0.2)
+        if not isinstance(dist.group.WORLD, ShmGroup):
+            time.sleep(0.2)
         dist.destroy_process_group()
 
 
@@ -192,4 +195,6 @@ def transport_for(group: dist.ProcessGroup | None) -> Transport:
     """The transport that suits a group's backend; None is a group of one rank."""
     if group is None or dist.get_world_size(group) == 1:
         return SoloTransport()
+    if isinstance(group, ShmGroup):
+        return ShmTransport(group)
     return GlooTransport(group) if "gloo" in dist.get_backend(group) else NativeTransport(group)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import atexit
 import os
+import platform
+import sys
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -20,6 +22,7 @@ from dplab.errors import UsageError
 from dplab.telemetry import recorder
 from dplab.wire.collectives import Collectives, Counters, Transport
 from dplab.wire.groups import SoloTransport, leave, transport_for
+from dplab.wire.shm.group import register
 from dplab.wire.threads import ThreadWorld
 
 TIMEOUT = timedelta(minutes=10)
@@ -104,7 +107,8 @@ def adopt(world: World) -> None:
 def init(*, backend: str | None = None, device: str | torch.device | None = None) -> World:
     """Joins the world that this process was started into; call it once, early. Later calls return the same.
 
-    `backend`: `nccl` or `gloo`; None: nccl where every rank of the host has a GPU of its own, else gloo.
+    `backend`: `nccl`, `gloo`, or `shm` (CPU tensors, all ranks on one host); None: nccl where every rank of the
+    host has a GPU of its own, else gloo.
     `device`: None: the GPU of this rank, else the CPU.
     """
     known = _world.get()
@@ -114,7 +118,8 @@ def init(*, backend: str | None = None, device: str | torch.device | None = None
     chosen = torch.device(device) if device is not None else _device(place["local_rank"])
     backend = backend or os.environ.get("DPLAB_BACKEND") or None
     if not dist.is_initialized() and place["size"] > 1:
-        backend = _backend(backend, chosen, place["local_size"])
+        backend = _backend(backend, chosen, place)
+        register()
         dist.init_process_group(backend, init_method=place["rendezvous"], rank=place["rank"],
                                 world_size=place["size"], timeout=TIMEOUT)
         atexit.register(leave)
@@ -154,9 +159,9 @@ def _device(local_rank: int) -> torch.device:
     return torch.device(kind.type, local_rank % torch.accelerator.device_count())
 
 
-def _backend(asked: str | None, device: torch.device, local_size: int) -> str:
+def _backend(asked: str | None, device: torch.device, place: dict[str, Any]) -> str:
     """nccl wants a GPU for each rank; more ranks than GPUs share them over gloo, and one line says so."""
-    known = ("nccl", "gloo")
+    known, local_size = ("nccl", "gloo", "shm"), place["local_size"]
     if asked is not None and asked not in known:
         raise UsageError(f"backend {asked!r} is not known; use one of {', '.join(known)}")
     gpus = torch.cuda.device_count() if device.type == "cuda" else 0
@@ -164,8 +169,28 @@ def _backend(asked: str | None, device: torch.device, local_size: int) -> str:
     if asked == "nccl" and not enough:
         raise UsageError(f"backend 'nccl' needs one GPU a rank, and {local_size} ranks share {gpus}; "
                          f"use backend='gloo' or fewer ranks")
+    if asked == "shm":
+        _refuse_shm(device, place)
     if asked is None and gpus and not enough and device.index == 0:
         recorder.current().span("log", "backend", recorder.now(), recorder.now(),
                                 text=f"{local_size} ranks share {gpus} GPUs, over gloo")
         print(f"dplab: {local_size} ranks share {gpus} GPUs; they talk over gloo", flush=True)
     return asked or ("nccl" if gpus and enough else "gloo")
+
+
+def _refuse_shm(device: torch.device, place: dict[str, Any]) -> None:
+    """Says why these ranks cannot share memory, if they cannot."""
+    wrong = without_shm()
+    if device.type != "cpu":
+        wrong = f"it moves CPU tensors, and this rank's device is {device}"
+    elif place["local_size"] != place["size"]:
+        wrong = f"it joins processes of one host, and {place['local_size']} of {place['size']} ranks are on this one"
+    if wrong:
+        raise UsageError(f"backend 'shm' cannot be used here: {wrong}; use backend='gloo'")
+
+
+def without_shm() -> str:
+    """Why this machine cannot have backend `shm`; empty where it can."""
+    if not sys.platform.startswith("linux") or platform.machine() != "x86_64":
+        return f"it counts on the memory order of x86-64 Linux, and this is {platform.machine()} {platform.system()}"
+    return ""

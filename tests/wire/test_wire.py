@@ -17,10 +17,11 @@ from dplab.errors import UsageError, WireError
 from dplab.telemetry.recorder import NULL
 from dplab.wire.collectives import Collectives, Counters
 from dplab.wire.world import Mesh, World
-from tests.worlds import in_processes, in_threads
+from tests.worlds import in_processes, in_shm, in_threads
 
 WORLDS = [pytest.param(in_threads, size, id=f"threads-{size}") for size in (1, 2, 3, 4)] + [
-    pytest.param(in_processes, size, id=f"gloo-{size}") for size in (2, 3)]
+    pytest.param(in_processes, size, id=f"gloo-{size}") for size in (2, 3)] + [
+    pytest.param(in_shm, size, id=f"shm-{size}") for size in (2, 3, 4)]
 
 
 def wire() -> Collectives:
@@ -92,7 +93,7 @@ def counted() -> dict[str, Any]:
             for name, row in axis.counters.rows.items()}
 
 
-@pytest.mark.parametrize(("where", "modelled"), [(in_threads, False), (in_processes, True)])
+@pytest.mark.parametrize(("where", "modelled"), [(in_threads, False), (in_shm, False), (in_processes, True)])
 def test_counters_have_a_row_a_collective_and_rows_of_their_own_for_the_rest(where: Any, modelled: bool) -> None:
     for got in where(2, counted):
         assert got == {"all_reduce": (1, 800, modelled), "reduce_scatter": (1, 400, False),
@@ -201,7 +202,7 @@ def test_a_rank_without_a_meeting_place_is_told(env: dict[str, str]) -> None:
 def test_an_unknown_backend_is_refused() -> None:
     done = start("import dplab; dplab.init()", RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="1",
                  DPLAB_BACKEND="mpi")
-    assert "backend 'mpi' is not known; use one of nccl, gloo" in done.stderr
+    assert "backend 'mpi' is not known; use one of nccl, gloo, shm" in done.stderr
 
 
 def test_nccl_without_a_gpu_a_rank_is_refused() -> None:
