@@ -16,12 +16,13 @@ from dplab.commands.train import ProgressLine, checked_workload, usage_error_of,
 from dplab.errors import RankFailed, UsageError
 from dplab.peers.catalog import System, system
 from dplab.telemetry.summary import Summary
+from dplab.workloads.catalog import workload
 
 DEFAULT = ["ddp", "zero1", "zero2", "zero3", "single"]
 _WARM_UP = 3
 """Steps of a first turn that is not counted."""
 _NOTES = f"""how to read it:
-  step ms   median over blocks of the mean step; tokens/s is that of all ranks at this step time, without the waiting
+  step ms   median over blocks of the mean step; the rate is that of all ranks at this step time, without the waiting
             between turns (dplab attach RUN tells the rate from first to last step)
   ratio     median of the ratios of paired blocks, with the 95 % interval of that median: it takes out a machine that
             drifts, and so may differ from the ratio of the two step times beside it
@@ -73,6 +74,7 @@ def compare(args: argparse.Namespace) -> Answer:
         raise UsageError(f"system {twice!r} is given twice; name each system once")
     chosen = [system(name) for name in names]
     kwargs = checked_workload(args)
+    unit = "samples" if workload(args.model).data == "images" else "tokens"
     skipped = [{"strategy": each.name, "reason": each.missing()} for each in chosen if each.missing()]
     for row in skipped:
         print(f"{row['strategy']} is skipped: {row['reason']}", file=sys.stderr)
@@ -85,7 +87,7 @@ def compare(args: argparse.Namespace) -> Answer:
             rows = [_row(each, contenders[0], args.world_size) for each in contenders]
     except RankFailed as error:
         raise usage_error_of(error) or error from None
-    return Answer({"rows": rows, "baseline": contenders[0].name, "skipped": skipped}, _table(rows))
+    return Answer({"rows": rows, "baseline": contenders[0].name, "skipped": skipped}, _table(rows, unit))
 
 
 def _start(each: System, args: argparse.Namespace, kwargs: dict[str, Any], worlds: contextlib.ExitStack) -> Contender:
@@ -136,8 +138,8 @@ def _row(each: Contender, baseline: Contender, world_size: int) -> dict[str, Any
             "ratio": paired_ratio(each.step_ms, baseline.step_ms)}
 
 
-def _table(rows: list[dict[str, Any]]) -> str:
-    head = ("system", "step ms", f"paired ratio to {rows[0]['strategy']} [95 %]", "sync ms", "tokens/s", "last loss",
+def _table(rows: list[dict[str, Any]], unit: str) -> str:
+    head = ("system", "step ms", f"paired ratio to {rows[0]['strategy']} [95 %]", "sync ms", f"{unit}/s", "last loss",
             "MB, all ranks", "sent MB/step")
     lines = [head]
     for row in rows:

@@ -23,7 +23,7 @@ def progress(summary: Summary, steps: int | None = None) -> str:
     if summary.loss is not None:
         parts.append(f"loss {summary.loss:.3f}")
     if told["tokens_per_s"] is not None:
-        parts.append(f"{told['tokens_per_s']:,.0f} tokens/s")
+        parts.append(f"{told['tokens_per_s']:,.0f} {summary.unit}/s")
     if told["step_ms_median"]:
         parts.append(f"sync {told['sync_ms_median'] / told['step_ms_median']:.0%}")
     if told["peak_bytes"]:

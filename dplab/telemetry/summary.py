@@ -33,7 +33,7 @@ class Summary:
         self._steps_of: dict[int, int] = defaultdict(int)
         self._step_ns: list[int] = []
         self._exposed: dict[tuple[int, int], int] = defaultdict(int)
-        self._tokens = 0
+        self._samples = self._tokens = 0
         self._training: tuple[int, int] | None = None
 
     def feed(self, events: Iterable[Event]) -> Summary:
@@ -44,7 +44,9 @@ class Summary:
             elif event.kind == "collective" and event.attrs.get("purpose") in ("grads", "params"):
                 self._take_collective(event)
             elif event.kind == "data":
-                self._tokens += int(_number(event, "tokens") or _number(event, "samples") or 0)
+                samples = int(_number(event, "samples") or 0)
+                self._samples += samples
+                self._tokens += int(_number(event, "tokens") or samples)
             elif event.kind == "pause":
                 self._paused[event.rank] += event.t1 - event.t0
             elif event.kind == "gauge":
@@ -70,13 +72,18 @@ class Summary:
         paused = statistics.fmean(self._left_out.values()) if self._left_out else 0.0
         return self._tokens * 1e9 / max(self._training[1] - self._training[0] - paused, 1)
 
+    @property
+    def unit(self) -> str:
+        """What `tokens_per_s` counts: `tokens`, or `samples` where none has more than one token (images)."""
+        return "samples" if self._tokens == self._samples else "tokens"
+
     def line(self) -> str:
         """`step 12, loss 2.314, 1,204 tokens/s`: what there is of it, or an empty string."""
         parts = [f"step {self.steps}"] if self.steps else []
         if self.loss is not None:
             parts.append(f"loss {self.loss:.3f}")
         if self.tokens_per_s is not None:
-            parts.append(f"{self.tokens_per_s:,.0f} tokens/s")
+            parts.append(f"{self.tokens_per_s:,.0f} {self.unit}/s")
         return ", ".join(parts)
 
     def _take_step(self, event: Event) -> None:

@@ -40,10 +40,11 @@ def test_the_table_says_how_it_is_to_be_read():
     row = {"strategy": "ddp", "ratio": {"median": 1.2, "low": 1.1, "high": 1.3}, "sync_ms_median": None, "steps": 8,
            "warm_up_steps": 2, "wire": {"init": {"bytes": 5}, "all_reduce": {"bytes": 20_000_000}}, "loss_last": 2.0,
            "step_ms_median": 100.0, "tokens_per_s": 5.0, "peak_total_bytes": 3e8}
-    head, line, _, *notes = _table([row]).splitlines()
+    head, line, _, *notes = _table([row], "samples").splitlines()
     assert head.split("  ")[0] == "system"
     assert "paired ratio to ddp [95 %]" in head
     assert "MB, all ranks" in head
+    assert "samples/s" in head
     assert line.split() == ["ddp", "100.0", "1.200", "[1.100,", "1.300]", "-", "5", "2.0000", "300", "2.00"]
     told = " ".join(" ".join(notes).split())
     assert "median of the ratios of paired blocks, with the 95 % interval of that median" in told

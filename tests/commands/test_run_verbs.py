@@ -214,6 +214,7 @@ def test_a_loss_that_diverged_is_null(capsys):
                           "--json", *QUICK)
     data = json.loads(out, parse_constant=pytest.fail)
     assert (status, data["loss_last"]) == (0, None)
+    assert "samples/s" in said(capsys, "attach", data["run_dir"])[2]
 
 
 def test_a_trace_that_cannot_be_written(trained, capsys, tmp_path):

@@ -15,7 +15,7 @@ import survivors
 import dplab
 from dplab.errors import RunError, UsageError
 from dplab.launcher import launch as launching
-from dplab.launcher import starter, warm
+from dplab.launcher import starter, supervisor, warm
 from dplab.launcher.job import Job
 from dplab.launcher.run import Run
 from dplab.specs import RunSpec
@@ -76,6 +76,25 @@ def test_no_process_for_the_supervisor(monkeypatch: pytest.MonkeyPatch, job: Job
     with pytest.raises(RunError, match="failed: no process could be started for it: Resource temporarily unavailable; "
                                        "end others, or raise the limit"):
         Run(job.run).wait()
+
+
+def test_whatever_a_fork_raises_it_never_goes_on_as_its_parent(monkeypatch: pytest.MonkeyPatch, job: Job) -> None:
+    """Neither a rank as a supervisor, nor a supervisor as a warm parent."""
+    def unwind(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    pids, fork = [], os.fork
+
+    def remember() -> int:
+        pids.append(fork())
+        return pids[-1]
+
+    monkeypatch.setattr(os, "fork", remember)
+    monkeypatch.setattr("dplab.launcher.worker.main", unwind)
+    monkeypatch.setattr("dplab.launcher.supervisor.main", unwind)
+    supervisor.fork_rank(job, 0)
+    warm.start(job)
+    assert [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids] == [1, 1]
 
 
 def test_a_supervisor_that_cannot_write(monkeypatch: pytest.MonkeyPatch) -> None:

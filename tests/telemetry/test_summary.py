@@ -70,6 +70,13 @@ def test_the_loss_is_of_the_latest_step_that_every_rank_has_told() -> None:
     assert 700 < summary.loss < 1000
 
 
+def test_images_are_counted_in_samples() -> None:
+    summary = Summary().feed([Event("data", "loader", 0, 0, 0, 0, {"samples": 8, "tokens": 8}),
+                              Event("data", "loader", 0, 0, 0, 0, {"samples": 4}),
+                              Event("step", "train", 0, 0, 0, 1000 * MS, {})])
+    assert summary.line() == "step 1, 12 samples/s"
+
+
 def test_pauses_are_left_out_of_steps_and_of_the_rate() -> None:
     """A program that waits 100 ms between two steps of 10 ms."""
     summary = Summary()
