@@ -12,7 +12,8 @@ from dplab.views.panels import LossPanel, MemoryPanel, StepPanel
 from dplab.views.records import Chart
 from dplab.views.steps import StepAssembler
 from dplab.views.sync import DEFINITION, SyncPanel
-from dplab.views.words import percent, short
+from dplab.views.wire import WirePanel
+from dplab.views.words import short
 
 _RATE_WINDOW_NS = 5_000_000_000
 
@@ -34,17 +35,21 @@ class Status:
     def facts(self) -> tuple[tuple[str, str], ...]:
         """Name and value of each, as the board's first line says them."""
         return (("step", "–" if self.step is None else str(self.step)), ("loss", short(self.loss, 4)),
-                ("tokens/s", short(self.tokens_per_s)), ("overlap", percent(self.overlap)))
+                ("tokens/s", short(self.tokens_per_s)))
 
 
 class Fold:
-    """The four panels of a run of `world_size` ranks, fed with events in the order in which each rank wrote them."""
+    """The panels of a run of `world_size` ranks, fed with events in the order in which each rank wrote them.
 
-    def __init__(self, world_size: int) -> None:
+    `strategy`: the run's own, in one line; without it the wire's bytes stand without a prediction.
+    """
+
+    def __init__(self, world_size: int, strategy: str | None = None) -> None:
         self.world_size = world_size
         self.loss = LossPanel(world_size)
         self.steps = StepPanel()
         self.sync = SyncPanel(world_size)
+        self.wire = WirePanel(world_size, strategy)
         self.memory = MemoryPanel()
         self._assembler = StepAssembler()
         self._tokens: deque[tuple[int, int]] = deque()
@@ -53,6 +58,7 @@ class Fold:
         """Takes events."""
         for event in events:
             self.memory.feed(event)
+            self.wire.feed(event)
             self.loss.feed(event)
             if event.kind == "data":
                 self._feed_tokens(event)
@@ -60,6 +66,7 @@ class Fold:
             if step is not None:
                 self.steps.feed(step)
                 self.sync.feed(step)
+                self.wire.feed_step(step)
 
     def _feed_tokens(self, event: Event) -> None:
         self._tokens.append((event.t1, int(event.attrs.get("tokens", 0))))
@@ -83,18 +90,24 @@ class Fold:
                       tokens_per_s=self.tokens_per_s(), overlap=self.sync.overlap())
 
     def charts(self, rank: int = 0) -> list[Chart]:
-        """Loss, step time, synchronisation, memory, utilization."""
+        """Loss, step time, synchronisation, wire, memory, utilization."""
         loss, sync = self.shared_charts()
-        steps, memory, utilization = self.rank_charts(rank)
-        return [loss, steps, sync, memory, utilization]
+        steps, wire, memory, utilization = self.rank_charts(rank)
+        return [loss, steps, sync, wire, memory, utilization]
+
+    def grid(self, rank: int = 0) -> list[Chart | tuple[Chart, Chart]]:
+        """The charts as they lie on a board of two columns; of two in a cell the second is small."""
+        loss, steps, sync, wire, memory, utilization = self.charts(rank)
+        return [loss, steps, (sync, wire), (memory, utilization)]
 
     def shared_charts(self) -> list[Chart]:
         """Those that show all ranks: loss, synchronisation."""
         return [self.loss.chart(), self.sync.chart()]
 
     def rank_charts(self, rank: int) -> list[Chart]:
-        """Those that show one rank: step time, memory, utilization."""
-        return [self.steps.chart(rank), self.memory.chart(rank), self.memory.utilization_chart(rank)]
+        """Those that show one rank: step time, wire, memory, utilization."""
+        return [self.steps.chart(rank), self.wire.chart(rank), self.memory.chart(rank),
+                self.memory.utilization_chart(rank)]
 
     def summary(self, title: str = "dplab run", rank: int = 0) -> str:
         """The board in words, for text displays, screen readers and diffs."""

@@ -17,10 +17,12 @@ from dplab.views import theme
 from dplab.views.records import Bars, Chart, Floats, Head, Lanes, Line, StackedArea
 from dplab.views.words import short
 
-WIDTH, HEIGHT = 480, 275
+WIDTH, HEIGHT = 480, 285
 _LEFT, _RIGHT, _TOP, _BOTTOM = 50, 14, 56, 22
 _SMALL_TOP = 38
-_UPPER_SHARE = 0.6
+_SMALL_HEIGHT, _SMALL_LANES = 110, 78
+_LANES_UP = 14
+"""what a chart of lanes saves at its top: it has no unit there"""
 _LETTER = 6.6
 """width of a letter at size 12, a guess: whatever font there is, a little room is left"""
 _MAX_POINTS = 300
@@ -49,7 +51,8 @@ def svg(cells: Sequence[Chart | tuple[Chart, Chart]], *, title: str = "", head: 
     for index, cell in enumerate(cells):
         x, y = WIDTH * (index % columns), top + HEIGHT * (index // columns)
         if isinstance(cell, tuple):
-            upper = round(HEIGHT * _UPPER_SHARE)
+            lanes = any(isinstance(mark, Lanes) for mark in cell[1].marks)
+            upper = HEIGHT - (_SMALL_LANES if lanes else _SMALL_HEIGHT)
             drawn = (f"{_chart(cell[0], upper)}<g transform='translate(0 {upper})'>"
                      f"{_chart(cell[1], HEIGHT - upper, small=True)}</g>")
         else:
@@ -116,7 +119,8 @@ def _chart(chart: Chart, height: int, *, small: bool = False) -> str:
         parts.append(f"<text x='8' y='{height - 6 - 13 * (len(caption) - 1 - line)}' font-size='10.5'>"
                      f"{escape(text)}</text>")
     bottom = height - _BOTTOM - 13 * len(caption) - 4 * bool(caption)
-    x, y = _axes(chart, _SMALL_TOP if small else _TOP, bottom)
+    lanes = any(isinstance(mark, Lanes) for mark in chart.marks)
+    x, y = _axes(chart, (_SMALL_TOP if small else _TOP) - _LANES_UP * lanes, bottom)
     parts.append(_grid(chart, x, y, small=small))
     roles: list[str] = []
     for mark in chart.marks:

@@ -80,9 +80,9 @@ class Plot {
     let [x0, x1] = chart.x, [y0, y1] = rows ? [rows, 0] : chart.y;
     if (!(x1 > x0)) { x0 -= 0.5; x1 += 0.5; }
     if (y1 === y0) { y0 -= 0.5; y1 += 0.5; }
-    const right = this.width - RIGHT, bottom = this.height - BOTTOM;
+    const right = this.width - RIGHT, bottom = this.height - BOTTOM, up = rows ? 6 : TOP;
     this.x = (value) => LEFT + (value - x0) / (x1 - x0) * (right - LEFT);
-    this.y = (value) => bottom - (value - y0) / (y1 - y0) * (bottom - TOP);
+    this.y = (value) => bottom - (value - y0) / (y1 - y0) * (bottom - up);
     this.xInverse = (pixel) => x0 + (pixel - LEFT) / (right - LEFT) * (x1 - x0);
     const c = this.context;
     c.strokeStyle = this.grid; c.fillStyle = this.ink; c.lineWidth = 1; c.beginPath();
@@ -95,7 +95,7 @@ class Plot {
     c.textAlign = "center"; c.textBaseline = "top";
     const room = right - c.measureText(chart.x_label).width - 20;
     for (const tick of ticks(x0, x1, 6)) {
-      c.moveTo(this.x(tick), TOP); c.lineTo(this.x(tick), bottom);
+      c.moveTo(this.x(tick), up); c.lineTo(this.x(tick), bottom);
       if (this.x(tick) < room) c.fillText(short(tick, 5), this.x(tick), bottom + 5);
     }
     c.textAlign = "right"; c.fillText(chart.x_label, right, bottom + 5);
@@ -196,6 +196,34 @@ function stacked(say) {
   };
 }
 
+// Bars on named lanes: `held` has their columns, names, rows, roles and texts.
+function lanes(plot, chart, held) {
+  const first = [0];
+  for (const rows of held.rows) first.push(first[first.length - 1] + rows);
+  plot.axes(chart, { rows: first[first.length - 1] });
+  const c = plot.context, height = Math.abs(plot.y(1) - plot.y(0)), boxes = [];
+  c.textAlign = "right"; c.textBaseline = "middle"; c.fillStyle = plot.ink;
+  held.names.forEach((name, lane) => c.fillText(name, LEFT - 5, plot.y(first[lane] + held.rows[lane] / 2)));
+  for (let i = 0; i < held.count; i++) {
+    const role = held.roles[held.kind[i]], thin = role === "waiting" ? 0.5 : 0.84;
+    const box = [plot.x(held.start[i]), plot.y(first[held.lane[i]] + held.row[i] + (1 - thin) / 2)];
+    box.push(Math.max(1, plot.x(held.end[i]) - box[0]), height * thin);
+    c.beginPath(); c.rect(...box);
+    plot.fill(role);
+    if (role === "reduce" || role === "gather") {
+      c.strokeStyle = plot.ground; c.lineWidth = 1; c.stroke();
+    }
+    boxes.push(box);
+  }
+  plot.inspect = (x, y) => {
+    for (let i = boxes.length - 1; i >= 0; i--) {
+      const [left, top, w, h] = boxes[i];
+      if (x >= left - 1 && x <= left + w + 1 && y >= top && y <= top + h) return held.texts[i];
+    }
+    return "";
+  };
+}
+
 const PANELS = {
   loss(plot, chart, held) {
     plot.axes(chart);
@@ -207,32 +235,8 @@ const PANELS = {
     };
   },
   steps: stacked((step) => `step ${step}`),
-  sync(plot, chart, held, sync) {
-    const first = [0];
-    for (const rows of sync.rows) first.push(first[first.length - 1] + rows);
-    plot.axes(chart, { rows: first[first.length - 1] });
-    const c = plot.context, height = Math.abs(plot.y(1) - plot.y(0)), boxes = [];
-    c.textAlign = "right"; c.textBaseline = "middle"; c.fillStyle = plot.ink;
-    sync.names.forEach((name, lane) => c.fillText(name, LEFT - 5, plot.y(first[lane] + sync.rows[lane] / 2)));
-    for (let i = 0; i < held.rows; i++) {
-      const role = sync.roles[held.kind[i]], thin = role === "waiting" ? 0.5 : 0.84;
-      const box = [plot.x(held.start[i]), plot.y(first[held.lane[i]] + held.row[i] + (1 - thin) / 2)];
-      box.push(Math.max(1, plot.x(held.end[i]) - box[0]), height * thin);
-      c.beginPath(); c.rect(...box);
-      plot.fill(role);
-      if (role === "reduce" || role === "gather") {
-        c.strokeStyle = plot.ground; c.lineWidth = 1; c.stroke();
-      }
-      boxes.push(box);
-    }
-    plot.inspect = (x, y) => {
-      for (let i = boxes.length - 1; i >= 0; i--) {
-        const [left, top, w, h] = boxes[i];
-        if (x >= left - 1 && x <= left + w + 1 && y >= top && y <= top + h) return sync.texts[i];
-      }
-      return "";
-    };
-  },
+  sync: (plot, chart, held, sync) => lanes(plot, chart, { ...sync, ...held, count: held.rows, rows: sync.rows }),
+  wire: (plot, chart) => lanes(plot, chart, { ...chart.lanes, count: chart.lanes.lane.length }),
   memory: stacked((second) => `${short(second)} s`),
   utilization(plot, chart, held) {
     plot.axes(chart, { yTicks: 2 });
@@ -244,7 +248,7 @@ const PANELS = {
     };
   },
 };
-const OF_A_RANK = ["steps", "memory", "utilization"];
+const OF_A_RANK = ["steps", "wire", "memory", "utilization"];
 
 // ---- page ----------------------------------------------------------------------------------------------------------
 
@@ -281,7 +285,7 @@ class Panel {
     this.caption.textContent = chart.caption;
     this.plot.begin(style);
     const held = store.series.get(name);
-    if (chart.words || !held || !held.rows) this.plot.words(chart.words || "");
+    if (chart.words || !(chart.lanes || (held && held.rows))) this.plot.words(chart.words || "");
     else this.draw(this.plot, chart, held, store.sync);
     this.say(chart.legend);
     this.canvas.setAttribute("aria-label", `${chart.title}: ${chart.note}`);
@@ -362,9 +366,10 @@ function render({ model, el }) {
 
   const top = header(spec, send, schedule);
   root.append(top.root, grid);
-  grid.append(...panels.map((panel) => panel.root));
-  // utilization is the small second half of the memory panel, on the same time axis
-  panels[3].root.append(panels[4].root);
+  const [loss, steps, sync, wire, memory, utilization] = panels.map((panel) => panel.root);
+  grid.append(loss, steps, sync, memory);
+  // the small second halves: bytes below the buckets, utilization on the time axis of memory
+  sync.append(wire); memory.append(utilization);
   el.append(root);
   const first = model.get("snapshot");
   if (first && first.content) { store.apply(first.content, first.data); sent = first.content.sent; }

@@ -1,4 +1,4 @@
-"""The live board of a run: four panels on a canvas that follow its files, and a still picture when it is over.
+"""The live board of a run: its panels on canvas that follow its files, and a still picture when it is over.
 
 Life of a board: made (the files are read once) -> displayed (a thread reads on and sends what changed) -> frozen
 (the run ended, or `freeze()`: the widget's place takes an SVG and words) -> closed. Where nobody can watch a
@@ -93,7 +93,7 @@ class Board(anywidget.AnyWidget):
         self.frozen = self.closed = False
         self.problem: str | None = None
         """why the run's files could not be read the last time, None where they could"""
-        self._fold = Fold(run.spec.world_size)
+        self._fold = Fold(run.spec.world_size, run.spec.strategy)
         self._feed = Feed(self._fold)
         self._reader = run.reader()
         self._period = 1 / hz
@@ -124,8 +124,7 @@ class Board(anywidget.AnyWidget):
     def svg(self, rank: int = 0) -> str:
         """The board as a still picture."""
         with self._guard:
-            *three, memory, utilization = self._fold.charts(rank)
-            return svg([*three, (memory, utilization)], title=self._title(), head=self._head())
+            return svg(self._fold.grid(rank), title=self._title(), head=self._head())
 
     def figures(self, rank: int = 0) -> list[Any]:
         """The board's charts as plotly figures, to hover and zoom."""

@@ -16,7 +16,7 @@ import numpy as np
 
 from dplab.views.fold import Fold
 from dplab.views.panels import SHOWN_RANKS
-from dplab.views.records import Lanes
+from dplab.views.records import Chart, Lanes
 from dplab.views.series import Series
 
 _LANE_COLUMNS = ("lane", "row", "start", "end", "kind")
@@ -74,12 +74,22 @@ class Feed:
             name = chart.key if chart.rank is None else f"{chart.key}/{chart.rank}"
             said = {"title": chart.title, "value": chart.value, "note": chart.words or chart.note,
                     "words": chart.words, "caption": chart.caption, "legend": chart.legend,
-                    "x_label": chart.x_label, "y_label": chart.y_label, "x": chart.x_range, "y": chart.y_range}
+                    "x_label": chart.x_label, "y_label": chart.y_label, "x": chart.x_range, "y": chart.y_range,
+                    "lanes": self._lanes(chart)}
             before = self._said.get(name, {})
             if said != before:
                 changed[name] = {key: value for key, value in said.items() if value != before.get(key, Ellipsis)}
                 self._said[name] = said
         return changed
+
+    @staticmethod
+    def _lanes(chart: Chart) -> dict[str, Any] | None:
+        """A few lanes travel with their words; those of the timeline, which are many, are a part of their own."""
+        mark = chart.marks[0] if chart.marks else None
+        if chart.key == "sync" or not isinstance(mark, Lanes):
+            return None
+        columns = {name: getattr(mark, name).tolist() for name in _LANE_COLUMNS}
+        return {"names": mark.names, "rows": mark.rows, "roles": mark.roles, "texts": mark.texts, **columns}
 
     def _add_sync(self, content: dict[str, Any], blocks: list[np.ndarray]) -> None:
         step = self._fold.sync.step

@@ -92,6 +92,7 @@ def test_what_cannot_be_measured_is_said_not_left_blank():
     ("loss", "no loss yet: it appears after the first step"),
     ("steps", "no finished step on rank 0 yet"),
     ("sync", "no step is complete on every rank yet"),
+    ("wire", "no finished step on rank 0 yet"),
     ("memory", "no memory gauge of rank 0 yet"),
     ("utilization", "utilization of rank 0 is not measured yet"),
 ])

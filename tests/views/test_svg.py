@@ -37,8 +37,7 @@ def corners(path):
 def drawn(steps=20, world_size=2):
     fold = Fold(world_size)
     fold.feed(run_events(world_size, steps))
-    *three, memory, utilization = fold.charts()
-    return svg([*three, (memory, utilization)], title="a run <of> two & more")
+    return svg(fold.grid(), title="a run <of> two & more")
 
 
 def test_it_is_well_formed_and_says_itself_in_words():

@@ -37,7 +37,7 @@ def test_first_snapshot_is_there_before_anything_is_sent(run, comms):
     page.apply(state["snapshot"]["content"], bytes(buffers[0]))
     assert page.status["step"] == 4
     assert page.status["facts"] == (("strategy", "zero2"), ("ranks", "2"), ("step", "4"), ("loss", "2.2"),
-                                    ("tokens/s", "20,945"), ("overlap", "73 %"))
+                                    ("tokens/s", "20,945"))
     assert state["spec"]["ranks"] == 2
 
 
@@ -261,8 +261,8 @@ def test_a_directory_that_is_no_run_is_refused(tmp_path):
 
 def test_figures_are_the_charts(run):
     titles = [figure.layout.title.text for figure in Board(run).figures(rank=1)]
-    assert titles == ["Loss", "Step time, rank 1", "Gradient synchronisation, step 4", "Memory, rank 1",
-                      "Utilization, rank 1"]
+    assert titles == ["Loss", "Step time, rank 1", "Gradient synchronisation, step 4", "Wire, rank 1",
+                      "Memory, rank 1", "Utilization, rank 1"]
 
 
 def test_the_still_picture_says_what_the_live_board_says(run, comms):

@@ -1,0 +1,98 @@
+"""What a rank sends in a step beside what theory says: one bar each, gradients and parameters apart."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from dplab.errors import UsageError
+from dplab.planner.explain import explain
+from dplab.specs import DTYPE_BYTES, Placement, Strategy
+from dplab.telemetry.events import Event
+from dplab.views.records import Chart, Lanes, Text
+from dplab.views.steps import Step
+from dplab.views.words import short
+
+ROLES = ("reduce", "gather")
+_PARAMETERS = "all_gather"
+
+
+class WirePanel:
+    """Bytes that each rank sent in its newest step, and those that `dplab.explain` predicts from what it holds.
+
+    The prediction takes the run's strategy and reads the number of parameters off the memory gauge; it counts
+    them as trained, all of them, and models in fp32 where the strategy casts nothing.
+    """
+
+    def __init__(self, world_size: int, strategy: str | None) -> None:
+        self._world_size = world_size
+        self._sent: dict[int, dict[str, int]] = {}
+        self._params: dict[int, int] = {}
+        try:
+            self._strategy = None if strategy is None else Strategy.parse(strategy)
+        except UsageError:  # of a later version: what was sent is shown all the same
+            self._strategy = None
+
+    def feed(self, event: Event) -> None:
+        """Takes memory gauges."""
+        if event.kind == "gauge" and event.name == "memory":
+            self._params[event.rank] = int(event.attrs.get("params", 0))
+
+    def feed_step(self, step: Step) -> None:
+        """Takes a finished step."""
+        sent = self._sent[step.rank] = {}
+        for span in step.sync():
+            sent[span.name] = sent.get(span.name, 0) + int(span.attrs.get("bytes", 0))
+
+    def predicted(self, rank: int) -> dict[str, float] | None:
+        """Bytes by collective that theory has this rank send in a step; None where it cannot be known."""
+        held = self._params.get(rank, 0)
+        if self._strategy is None or not held:
+            return None
+        if self._strategy.sharding.params is Placement.SHARDED:
+            held *= self._world_size
+        return explain(self._strategy, held // DTYPE_BYTES[self._strategy.precision.param or "fp32"],
+                       self._world_size).bytes_sent
+
+    def chart(self, rank: int) -> Chart:
+        """One rank's two bars, in MB."""
+        title = f"Wire, rank {rank}"
+        if rank not in self._sent:
+            return Chart(key="wire", title=title, x_label="MB", y_label="", rank=rank,
+                         marks=(Text(text=f"no finished step on rank {rank} yet"),))
+        sent, told = self._sent[rank], self.predicted(rank)
+        bars: dict[str, Mapping[str, float]] = {"sent": sent, **({} if told is None else {"theory": told})}
+        totals = {name: sum(parts.values()) / 1e6 for name, parts in bars.items()}
+        value = f"{short(totals['sent'])} MB sent in a step"
+        said = f"{value}{_parts(sent)}"
+        if told is not None:
+            value += f", {short(totals['theory'])} predicted"
+            said += f", {short(totals['theory'])} predicted{_parts(told)}"
+        if not any(totals.values()):
+            return Chart(key="wire", title=title, x_label="MB", y_label="", rank=rank, note="nothing is sent",
+                         marks=(Text(text="nothing is sent"),))
+        return Chart(key="wire", title=title, x_label="MB", y_label="", rank=rank, value=value, note=said,
+                     marks=(_lanes(bars),), x_range=(0.0, 1.04 * max(totals.values())))
+
+
+def _parts(sent: Mapping[str, float]) -> str:
+    used = [f"{name} {short(size / 1e6)}" for name, size in sent.items() if size]
+    return f" ({', '.join(used)})" if used else ""
+
+
+def _lanes(bars: Mapping[str, Mapping[str, float]]) -> Lanes:
+    """A lane a bar: gradients, then parameters."""
+    columns: list[tuple[float, ...]] = []
+    texts: list[str] = []
+    for index, (bar, parts) in enumerate(bars.items()):
+        start = 0.0
+        for name, size in sorted(parts.items(), key=lambda item: (item[0] == _PARAMETERS, item[0])):
+            if size:
+                columns.append((index, 0, start, start + size / 1e6, ROLES.index(
+                    "gather" if name == _PARAMETERS else "reduce")))
+                texts.append(f"{bar}, {name}: {short(size / 1e6)} MB")
+                start += size / 1e6
+    lane, row, begin, end, kind = np.array(columns, dtype=np.float64).reshape(-1, 5).T
+    return Lanes(names=tuple(bars), rows=(1,) * len(bars), roles=ROLES, lane=lane, row=row, start=begin, end=end,
+                 kind=kind, texts=tuple(texts))
