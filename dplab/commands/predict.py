@@ -13,7 +13,9 @@ def add(verbs: Verbs) -> None:
     """Declares the verbs."""
     parser = verb(verbs, "estimate", estimate, about="predict the memory of one rank from a parameter count",
                   example="dplab estimate --params 7.5e9 --world-size 64 --strategy zero2")
-    parser.add_argument("--params", type=positive, required=True, metavar="P", help="parameters, such as 7.5e9")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--params", type=positive, metavar="P", help="parameters, such as 7.5e9")
+    what.add_argument("--model", help="such as llama-7b, or path/to/config.json: predicts the whole peak")
     parser.add_argument("--world-size", type=whole_number, required=True, metavar="N", help="ranks")
     parser.add_argument("--strategy", default="ddp", help="such as zero2, or zero3+bf16+accum4 (default: ddp; without "
                         "a precision bf16 weights and gradients with an fp32 master copy are counted)")
@@ -43,6 +45,13 @@ def estimate(args: argparse.Namespace) -> Answer:
     """Model states, and activations where a shape was given."""
     from dplab.planner import footprint
 
+    if args.model:
+        if args.layers or args.hidden or args.heads or args.vocabulary or args.no_flash:
+            raise UsageError("--layers, --hidden, --heads, --vocabulary and --no-flash describe a model by hand; "
+                             "leave them out where --model names one")
+        told = footprint.estimate(args.model, args.world_size, args.strategy, args.optimizer, args.shard,
+                                  micro_batch=args.micro_batch, sequence=args.sequence)
+        return Answer(told.to_dict(), f"{told}\n\n{told.explain()}")
     shape = None
     given = {name: getattr(args, name) for name in ("layers", "hidden", "sequence")}
     if any(given.values()):

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 from dplab.errors import UsageError
@@ -168,6 +169,18 @@ class Estimate:
     total_bytes: float
     formula: str
     note: str
+    other_bytes: dict[str, int] | None = None
+    """gathered units, buckets, fragmentation and context, where a model was given"""
+    formulas: dict[str, str] = field(default_factory=dict)
+    """the sum behind each figure, with its numbers"""
+
+    def explain(self) -> str:
+        """Each figure with its formula and the numbers in it."""
+        sizes: dict[str, float] = {**self.model_states_bytes, "activations": self.activations_bytes or 0,
+                                   **(self.other_bytes or {})}
+        lines = [f"{name:12}{sizes[name] / 1e9:12.3f} GB   {text}" for name, text in self.formulas.items()]
+        total = f"{'total':12}{self.total_bytes / 1e9:12.3f} GB = {self.total_bytes / 2**30:.3f} GiB"
+        return "\n".join([*lines, total])
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON; every size in bytes."""
@@ -178,6 +191,7 @@ class Estimate:
         rows = [*((name, size) for name, size in self.model_states_bytes.items() if name != "total")]
         if self.activations_bytes is not None:
             rows.append(("activations", self.activations_bytes))
+        rows += (self.other_bytes or {}).items()
         rows.append(("total", self.total_bytes))
         lines = [f"{self.strategy}, {self.params:.4g} parameters, {self.world_size} ranks: predicted, one rank",
                  f"{'':12}{'GB (1e9)':>12}{'GiB (2^30)':>12}"]
@@ -185,9 +199,13 @@ class Estimate:
         return "\n".join([*lines, f"formula: {self.formula}", f"precision: {self.precision}", f"note: {self.note}"])
 
 
-def estimate(params: float, world_size: int, strategy: Strategy | str = "ddp", optimizer: str = "adamw",
-             shard: int | None = None, shape: ModelShape | None = None) -> Estimate:
+def estimate(params: float | str | Path | dict[str, Any], world_size: int, strategy: Strategy | str = "ddp",
+             optimizer: str = "adamw", shard: int | None = None, shape: ModelShape | None = None, *,
+             micro_batch: int = 1, sequence: int | None = None) -> Estimate:
     """Memory of one rank, predicted from a parameter count (7.5e9), without torch and without a GPU.
+
+    A model's name (`llama-7b`) or a Hugging Face config (dict, path) in place of the count predicts the whole peak,
+    with `micro_batch` samples of `sequence` tokens (the card's).
 
     A strategy given as text without a precision is counted as the literature does, with 2-byte weights and
     gradients and an fp32 master copy (`bf16`), though a run of it computes in fp32, which is what `explain`
@@ -195,34 +213,51 @@ def estimate(params: float, world_size: int, strategy: Strategy | str = "ddp", o
     it is smaller than the world (hybrid). With `shape` activations are added.
     Raises UsageError for a count below 1, an unknown strategy or optimizer, a shard that does not divide.
     """
-    _at_least("params", params, 1)
+    if not isinstance(params, str | Path | dict):
+        _at_least("params", params, 1)
     _at_least("world_size", world_size, 1)
-    chosen = _with_default_precision(strategy)
+    chosen = with_default_precision(strategy)
     shard = world_size if shard is None else shard
-    if not isinstance(shard, int) or shard < 1 or world_size % shard:
-        raise UsageError(f"estimate(shard={shard!r}) is not allowed; shard is an integer that divides "
-                         f"world_size={world_size}")
-    if optimizer not in OPTIMIZER_SLOTS:
-        raise UsageError(f"optimizer {optimizer!r} is not known; use one of {', '.join(OPTIMIZER_SLOTS)}")
+    _check_sharing(optimizer, shard, world_size)
+    if isinstance(params, str | Path | dict):
+        return _of_model(params, world_size, strategy, optimizer, micro_batch, sequence, shape or shard != world_size)
+    if micro_batch != 1 or sequence is not None:
+        raise UsageError("estimate(micro_batch=..., sequence=...) needs a model's name or config in place of a number "
+                         "of parameters; give that, or a ModelShape")
     slots = OPTIMIZER_SLOTS[optimizer]
     window: dict[str, Any] = {"accumulate": chosen.accumulate,
                               "reduces_every_backward": chosen.reduces_every_backward}
     states = model_states(params, sharding=chosen.sharding, shard=shard, precision=chosen.precision,
                           optimizer_slots=slots, **window)
     total = sum(states.values())
-    formula = states_formula(
-        params, shard=shard, element=ElementBytes.of(chosen.precision, accumulate=chosen.accumulate, slots=slots),
-        whole=held_whole(chosen.sharding, **window), precision=precision_name(chosen.precision))
+    element = ElementBytes.of(chosen.precision, accumulate=chosen.accumulate, slots=slots)
+    kept = held_whole(chosen.sharding, **window)
+    formula = states_formula(params, shard=shard, element=element, whole=kept,
+                             precision=precision_name(chosen.precision))
+    formulas = {name: f"{params:.6g} parameters x {getattr(element, name)} bytes"
+                + ("" if name in kept else f" / {shard} ranks") for name in MODEL_STATES if states[name]}
     activations = None
     note = "activations, buckets, gathered units, the framework's own memory and fragmentation are not in it"
     if shape is not None:
         compute = DTYPE_BYTES[chosen.precision.autocast or chosen.precision.param or "fp32"]
         activations, text = shape.activations(element_bytes=compute, recompute=chosen.recompute == "full")
         formula += f"; activations (arXiv:2205.05198) = {text} = {activations / 1e9:.4g} GB"
+        formulas["activations"] = f"{text} (arXiv:2205.05198)"
         note = "buckets, gathered units, the framework's own memory and fragmentation are not in it"
-    return Estimate(strategy=str(chosen), precision=_counted(strategy, chosen), params=_exact(Fraction(params)),
+    return Estimate(strategy=str(chosen), precision=precision_told(strategy, chosen), params=_exact(Fraction(params)),
                     world_size=world_size, model_states_bytes={**states, "total": total}, activations_bytes=activations,
-                    total_bytes=total + (activations or 0), formula=formula, note=note)
+                    total_bytes=total + (activations or 0), formula=formula, note=note, formulas=formulas)
+
+
+def _of_model(model: str | Path | dict[str, Any], world_size: int, strategy: Strategy | str, optimizer: str,
+              micro_batch: int, sequence: int | None, more: Any) -> Estimate:
+    # needs numpy, which a plain count does not
+    from dplab.planner.whole import estimate_model
+
+    if more:
+        raise UsageError("estimate(shape=..., shard=...) goes with a number of parameters; a model's name or config "
+                         "brings its own shape: leave them out")
+    return estimate_model(model, world_size, strategy, optimizer=optimizer, micro_batch=micro_batch, sequence=sequence)
 
 
 def precision_name(precision: Precision, *, model: str = "fp32") -> str:
@@ -230,7 +265,7 @@ def precision_name(precision: Precision, *, model: str = "fp32") -> str:
     return model if precision.name == "fp32" else precision.name or "own precision"
 
 
-def _counted(given: Strategy | str, chosen: Strategy) -> str:
+def precision_told(given: Strategy | str, chosen: Strategy) -> str:
     """Which precision an estimate counts, and that it was assumed where it was."""
     name = precision_name(chosen.precision)
     if isinstance(given, Strategy) or chosen == Strategy.parse(given):
@@ -253,7 +288,7 @@ def states_formula(numel: float, *, element: ElementBytes, whole: set[str], shar
             f"in {precision} ({element})")
 
 
-def _with_default_precision(strategy: Strategy | str) -> Strategy:
+def with_default_precision(strategy: Strategy | str) -> Strategy:
     chosen = Strategy.parse(strategy)
     if isinstance(strategy, str) and not any(
             token in PRECISIONS or token.startswith("precision=") for token in strategy.split("+")):
@@ -269,6 +304,14 @@ def _others(ranks: int) -> Fraction:
 
 def _exact(value: Fraction) -> float:
     return value.numerator if value.denominator == 1 else float(value)
+
+
+def _check_sharing(optimizer: str, shard: Any, world_size: int) -> None:
+    if not isinstance(shard, int) or shard < 1 or world_size % shard:
+        raise UsageError(f"estimate(shard={shard!r}) is not allowed; shard is an integer that divides "
+                         f"world_size={world_size}")
+    if optimizer not in OPTIMIZER_SLOTS:
+        raise UsageError(f"optimizer {optimizer!r} is not known; use one of {', '.join(OPTIMIZER_SLOTS)}")
 
 
 def _at_least(name: str, value: Any, least: int) -> None:

@@ -54,7 +54,7 @@ class Memory:
 
     def explain(self) -> str:
         """Each figure with the formula and the numbers in it, for one split."""
-        texts = _formulas(self)
+        texts = formulas(self)
         stage = f", stage {int(self.stage)} of {self.split.pp}" if self.split.pp > 1 else ""
         lines = [f"{self.profile.name} on {self.split.ranks} ranks{stage}: predicted, one rank",
                  f"{'':12}{'GB (1e9)':>10}{'GiB (2^30)':>12}"]
@@ -148,8 +148,8 @@ def states(numel: Any, split: Split, recipe: Recipe) -> dict[str, Any]:
             "master": numel * recipe.master / np.where(zero >= 1, dp, 1)}
 
 
-def _formulas(memory: Memory) -> dict[str, str]:
-    """The formula of each category with its numbers."""
+def formulas(memory: Memory) -> dict[str, str]:
+    """The formula of each category with its numbers, for one split."""
     split, recipe, profile = memory.split, memory.recipe, memory.profile
     numel, dp = f"{float(memory.numel):.6g}", split.dp
 

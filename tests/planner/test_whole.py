@@ -1,0 +1,89 @@
+"""Estimates of a model with a card: the plain estimate's states, every figure explained, what is left out named."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+import dplab
+from dplab.cli import main
+from dplab.errors import UsageError
+from dplab.planner import configs
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1+bf16+accum4", "zero2+fp32", "zero3+amp-bf16",
+                                      "zero2+bf16+accum4+accumulate_mode=window", "zero3+bf16+recompute"])
+def test_states_are_those_of_the_parameter_count(strategy):
+    whole = dplab.estimate("gpt2-medium", 4, strategy, micro_batch=2)
+    plain = dplab.estimate(354_823_168, 4, strategy)
+    assert whole.model_states_bytes == plain.model_states_bytes
+    assert whole.strategy == plain.strategy
+    assert whole.precision == plain.precision
+    assert whole.total_bytes == plain.total_bytes + whole.activations_bytes + sum(whole.other_bytes.values())
+    assert json.loads(json.dumps(whole.to_dict()))["total_bytes"] == whole.total_bytes
+
+
+def test_every_figure_is_explained_with_its_numbers():
+    whole = dplab.estimate("llama-7b", 8, "zero3+bf16+accum2", micro_batch=2, sequence=1024)
+    text = whole.explain()
+    for part in ("6.73842e+09 parameters x 2 bytes / 8 ranks", "x 4 bytes / 8 ranks", "32 layers x 1 micro-batches x "
+                 "1024 tokens x 2 x 4096 x 49.53 bytes", "1024 x 2 x 32000 / 1 x 12 bytes", "2 units x 2.02383e+08",
+                 "GB = "):
+        assert part in text
+    assert "gathered" in str(whole)
+    assert "sequence 1024, micro-batch 2" in whole.note
+
+
+def test_a_plain_estimate_explains_itself_too():
+    told = dplab.estimate(7.5e9, 64, "zero2")
+    lines = told.explain().splitlines()
+    assert lines[0] == "params            15.000 GB   7.5e+09 parameters x 2 bytes"
+    assert lines[1] == "grads              0.234 GB   7.5e+09 parameters x 2 bytes / 64 ranks"
+    assert lines[-1] == "total             16.641 GB = 15.498 GiB"
+    for line in lines[:-1]:
+        figure, formula = line.split("   ")[0], line.rsplit("   ", 1)[1]
+        numbers = formula.replace("parameters x", "*").replace("bytes", "").replace("ranks", "")
+        assert eval(numbers) / 1e9 == pytest.approx(float(line.split()[1]), abs=5e-4), figure
+
+
+def test_more_samples_and_longer_sequences_cost_activations():
+    small, wide, long = (dplab.estimate("gpt2", 2, "zero1+bf16", micro_batch=batch, sequence=tokens)
+                         for batch, tokens in ((1, 512), (4, 512), (1, 1024)))
+    assert wide.activations_bytes == 4 * small.activations_bytes
+    assert long.activations_bytes == 2 * small.activations_bytes
+    again = dplab.estimate("gpt2", 2, "zero1+bf16+recompute", micro_batch=4, sequence=512)
+    assert again.activations_bytes < wide.activations_bytes
+
+
+def test_a_config_in_place_of_a_name():
+    config = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+              "intermediate_size": 128, "vocab_size": 256}
+    assert dplab.estimate(config, 2, "ddp+fp32").params == configs.model(config).parameters
+
+
+def test_the_command(capsys):
+    assert main(["estimate", "--model", "llama-7b", "--world-size", "8", "--strategy", "zero3", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert {"model_states_bytes", "activations_bytes", "total_bytes", "formula"} <= set(told)
+    assert main(["estimate", "--model", "llama-7b", "--world-size", "8"]) == 0
+    assert "parameters x" in capsys.readouterr().out
+    for arguments, message in (
+            (["--model", "lama-7b"], "model 'lama-7b' is not known; the nearest are llama-7b"),
+            (["--model", "gpt2", "--layers", "3"], "leave them out where --model names one"),
+            (["--model", "gpt2", "--params", "3"], "not allowed with argument"),
+            ([], "one of the arguments --params --model is required")):
+        assert main(["estimate", *arguments, "--world-size", "8"]) == 2
+        assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("arguments", "options", "message"), [
+    (("gpt2", 4), {"micro_batch": 0}, r"micro_batch=0\) is not allowed; micro_batch is a whole number >= 1"),
+    (("gpt2", 4, "ddp", "adamw", 2), {}, r"shape=..., shard=...\) goes with a number of parameters"),
+    ((1e9, 4), {"micro_batch": 2}, r"needs a model's name or config in place of a number of parameters"),
+    (("gpt5", 4), {}, r"model 'gpt5' is not known; the nearest are gpt"),
+    (("gpt2", 4, "ddp", "lion"), {}, r"optimizer 'lion' is not known; use one of adamw"),
+])
+def test_bad_input(arguments, options, message):
+    with pytest.raises(UsageError, match=message):
+        dplab.estimate(*arguments, **options)
