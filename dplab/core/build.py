@@ -115,7 +115,7 @@ def build_buckets(model: nn.Module, units: Sequence[Unit], strategy: Strategy,
     if strategy.sharding.grads is Placement.SHARDED:
         for key in {(bucket.dtypes.unreduced, bucket.device) for bucket in buckets if bucket.trainable}:
             longest = max(b.layout.numel for b in buckets if b.trainable and (b.dtypes.unreduced, b.device) == key)
-            pools[key] = BufferPool(longest, *key)
+            pools[key] = BufferPool(longest, *key, mesh.shard)
     for bucket in buckets:
         for parameter in bucket.parameters:
             broadcast(parameter.detach(), mesh)

@@ -26,8 +26,8 @@ class BufferPool:
 
     ROTATING = 2
 
-    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
-        self._numel, self._dtype, self._device = numel, dtype, device
+    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device, axis: Collectives) -> None:
+        self._numel, self._dtype, self._device, self._axis = numel, dtype, device, axis
         self._free: list[torch.Tensor] = []
         self._out = 0
         self.make_room: Callable[[], bool] = lambda: False
@@ -41,7 +41,7 @@ class BufferPool:
         """A buffer as long as the longest bucket, holding anything."""
         while not self._free and self._out >= self.ROTATING and self.make_room():
             pass
-        buffer = self._free.pop() if self._free else torch.empty(self._numel, dtype=self._dtype, device=self._device)
+        buffer = self._free.pop() if self._free else self._axis.empty(self._numel, self._dtype, self._device)
         self._out += 1
         return buffer
 
@@ -56,6 +56,8 @@ class _Role:
 
     def __init__(self, layout: FlatLayout, shard: Collectives, replicate: Collectives, dtypes: Dtypes) -> None:
         self.layout, self.shard, self.replicate, self.dtypes = layout, shard, replicate, dtypes
+        # the axis on which full buffers are reduced
+        self.reducer = shard if shard.size > 1 else replicate
         self.buffer: torch.Tensor | None = None
         self.summed: torch.Tensor | None = None
         ends = [0, *(slot.stop for slot in layout.slots)]
@@ -96,7 +98,7 @@ class Whole(_Role):
                  dtypes: Dtypes, device: torch.device) -> None:
         super().__init__(layout, shard, replicate, dtypes)
         # full length, gradient dtype, lives as long as the engine
-        self._full = torch.zeros(layout.numel, dtype=dtypes.grad, device=device)
+        self._full = self.reducer.empty(layout.numel, dtypes.grad, device).zero_()
         self.owned = shard.segment(self._full)
         self._carry: torch.Tensor | None = None
         self.shows_owned = shard.size == 1 and dtypes.grad == dtypes.param != torch.float16

@@ -135,8 +135,8 @@ class OwnedOptimizer:
         element_wise = is_element_wise(self.optimizer, group)
         if not self._whole and not element_wise:
             raise UsageError(f"optimizer {type(self.optimizer).__name__} is not element-wise: it needs whole "
-                             f"parameters, and this strategy cuts them; use strategy 'ddp' or an element-wise optimizer "
-                             f"(SGD, Adam, AdamW, ...)")
+                             f"parameters, and this strategy cuts them; use strategy 'ddp' or an element-wise "
+                             f"optimizer (SGD, Adam, AdamW, ...)")
         return element_wise
 
     def _runs(self, parameters: Iterable[Any]) -> list[Run]:

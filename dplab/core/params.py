@@ -74,7 +74,7 @@ class Resident(_Stepped):
         self.parameters, self.axis, self.layout = parameters, axis, layout
         exact = _flattened(layout, parameters)
         # full length, the computing dtype, lives as long as the engine
-        self.flat = exact.to(dtypes.param)
+        self.flat = axis.housed(exact.to(dtypes.param))
         self.owned = axis.segment(self.flat)
         self.master = _master(axis.segment(exact), dtypes)
         self._views = _cut(self.flat, layout)
@@ -137,7 +137,8 @@ class Sharded(_Stepped):
         self.master = _master(axis.segment(exact), dtypes)
         self._full_bytes = _nbytes(self.full)
         # shard length, lives as long as the engine: the only lasting copy
-        self.owned = axis.segment(self.full).clone()
+        own = axis.segment(self.full)
+        self.owned = axis.empty(own.numel(), own.dtype, own.device).copy_(own)
         value = float("nan") if dtypes.param.is_floating_point or dtypes.param.is_complex else 0
         nothing = torch.full((), value, dtype=self.full.dtype, device=self.full.device)
         self._views = _cut(self.full, layout)
@@ -183,10 +184,9 @@ class Sharded(_Stepped):
             # every write below goes to the flat buffer, whose version counter is not the parameters': autograd
             # rightly takes the refilled values for the ones it saved
             self.full.untyped_storage().resize_(self._full_bytes)
-            self.axis.segment(self.full).copy_(self.owned)
             self._show()
             self.resident = True
-            self._pending = self.axis.all_gather(self.full, bucket=bucket)
+            self._pending = self.axis.all_gather(self.full, self.owned, bucket=bucket)
         return self._pending or DONE
 
     def reshard(self) -> None:
