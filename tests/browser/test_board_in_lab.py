@@ -88,12 +88,13 @@ def test_notebook_01_shows_a_moving_board_and_saves_a_still_one(lab, page, tmp_p
     assert int(after["seq"]) > int(before["seq"])
     assert int(after["redraws"]) > int(before["redraws"])
     drawn = page.evaluate(COLOURS)
-    assert len(drawn) == 5
-    orange, blue, vermillion = 0xE69F00, 0x0072B2, 0xD55E00
+    assert len(drawn) == 6
+    orange, blue, vermillion, pink = 0xE69F00, 0x0072B2, 0xD55E00, 0xCC79A7
     assert vermillion in drawn[0]                    # the smoothed loss
     assert blue in drawn[2]                          # backward, and buckets against it
     assert orange in drawn[2]
-    assert {blue, orange} <= set(drawn[3])           # parameters and gradients in memory
+    assert {orange, pink} <= set(drawn[3])           # gradients and parameters sent
+    assert {blue, orange} <= set(drawn[4])           # parameters and gradients in memory
     page.locator(".dplab-board").screenshot(path=str(tmp_path / "board.png"))
 
     page.wait_for_function(GONE, timeout=60_000)     # the run was stopped: the picture stays
