@@ -140,8 +140,8 @@ def _transformer(config: _Config, sequence: int | None) -> Profile:
         first += config.number("type_vocab_size", default=2) * hidden + 2 * hidden
         last = hidden * hidden + hidden
     tokens = sequence or positions
-    dropout = family.dropout and any(config.values.get(key, 0.1) for key in (
-        "resid_pdrop", "dropout", "hidden_dropout_prob"))
+    rates = [config.values[key] for key in ("resid_pdrop", "dropout", "hidden_dropout_prob") if key in config.values]
+    dropout = family.dropout and (any(rates) or not rates)
     block = Block(layers=layers, tokens=tokens, hidden=hidden, heads=heads, kv_heads=kv_heads, head_dim=head_dim,
                   ffn=ffn, gated=family.gated, parameters=each, dropout=dropout, causal=family.causal)
     return Profile(name=config.name, kind="transformer", sequence=tokens, blocks=(block,), first=first, last=last,

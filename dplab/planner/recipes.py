@@ -47,7 +47,7 @@ class Recipe:
     sequence_parallel: bool = True
     keeps_gathered: bool = False
     fused_norm: bool = False
-    packed_qkv: bool = True
+    packed_qkv: bool = False
     logit: int = 12
     partition: str = "uniform"
     schedule: str = "1f1b"
@@ -105,14 +105,15 @@ RECIPES = {recipe.name: recipe for recipe in (
            source="Narayanan et al. 2021, arXiv:2104.04473: fp16, no flash attention, gradients reduced at the end"),
     Recipe(name="megatron-2022", passes=1.0, dtype="fp16", grad=4, flash=False, overlap=False, logit=8, context=0.0,
            slack=0.0, source="Korthikanti et al. 2022, arXiv:2205.05198: as before, sequence parallel; 18 bytes"),
-    Recipe(name="megatron-core", passes=1.0, grad=4, fused_norm=True, logit=8, tensor_hidden=0.5, gather_ahead=True,
-           source="Megatron-Core on H100: bf16, fp32 gradients, flash attention, all collectives overlapped"),
+    Recipe(name="megatron-core", passes=1.0, grad=4, fused_norm=True, packed_qkv=True, logit=8, tensor_hidden=0.5,
+           gather_ahead=True, source="Megatron-Core on H100: bf16, fp32 gradients, flash attention, collectives "
+           "overlapped"),
     Recipe(name="zero-bubble", passes=1.0, dtype="fp16", grad=2, flash=False, partition="edges", overlap=False, logit=8,
            context=0.0, slack=0.0, source="Qi et al. 2024, arXiv:2401.10241: Megatron-LM in fp16, first and last "
            "stage a layer less"),
-    Recipe(name="nanotron", passes=1.0, grad=4, fused_norm=True, keeps_gathered=True, logit=10, partition="balanced",
-           context=0.0, slack=0.0, source="nanotron: bf16 with fp32 gradient accumulation, stages balanced by "
-           "compute; peaks are of the allocator"),
+    Recipe(name="nanotron", passes=1.0, grad=4, fused_norm=True, packed_qkv=True, keeps_gathered=True, logit=10,
+           partition="balanced", context=0.0, slack=0.0, source="nanotron: bf16 with fp32 gradient accumulation, "
+           "stages balanced by compute; peaks are of the allocator"),
     Recipe(name="fsdp", param=4, grad=4, master=0, slack=0.15, source="PyTorch FSDP: fp32 shards gathered in bf16; "
            "slack within that of pytorch/torchtitan#191, where one job reserved 71 or 87 GB"),
     Recipe(name="llm-foundry", param=4, grad=4, master=0, logit=4, flash_share=0.33,
