@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from dplab.commands.base import Answer, Verbs, verb, whole_number
 from dplab.errors import UsageError
+
+if TYPE_CHECKING:
+    from dplab.planner.plans import Plan
 
 _NOTES = """--model is a card's name or the path of a Hugging Face config.json; --cluster is COUNTxGPU or
 NODESxCOUNTxGPU, such as 4x8xA100-SXM-80GB. Everything is predicted; steps that differ by less than the errors in
@@ -30,6 +36,7 @@ def add(verbs: Verbs) -> None:
     parser.add_argument("--data-parallel", action="store_true", help="only layouts that dplab itself runs")
     parser.add_argument("--top", type=whole_number, default=5, help="plans to print (default: 5)")
     parser.add_argument("--explain", action="store_true", help="the best plan's memory and time with their formulas")
+    parser.add_argument("--trace", metavar="FILE", help="write the best plan's predicted step, for ui.perfetto.dev")
     parser.add_argument("--list", action="store_true", help="models and GPUs that have cards")
     parser.add_argument("--report", action="store_true", help="every published result against its prediction")
 
@@ -56,5 +63,22 @@ def plan(args: argparse.Namespace) -> Answer:
     plans = search.plan(args.model, args.cluster, args.tokens_per_step, sequence=args.sequence,
                         precision=args.precision, recipe=args.recipe, network=args.network,
                         memory_limit=args.memory_limit, data_parallel_only=args.data_parallel, top=args.top)
-    text = str(plans)
-    return Answer(plans.to_dict(), f"{text}\n\n{plans.best.explain()}" if args.explain else text)
+    text, data = str(plans), plans.to_dict()
+    if args.explain:
+        text += f"\n\n{plans.best.explain()}"
+    if args.trace:
+        data["trace"] = _trace(plans.best, args.trace)
+        text += f"\n\n{data['trace']}: the best plan's step; open it in ui.perfetto.dev"
+    return Answer(data, text)
+
+
+def _trace(best: Plan, path: str) -> str:
+    """Writes a predicted step where Perfetto can open it."""
+    from dplab.telemetry.trace import chrome_trace
+
+    try:
+        Path(path).write_text(json.dumps(chrome_trace(best.timeline().events, {"predicted": str(best)})))
+    except OSError as error:
+        raise UsageError(f"the trace cannot be written to {path!r} ({error.strerror}); give a path that can be"
+                         ) from error
+    return path

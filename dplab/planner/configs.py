@@ -140,6 +140,9 @@ def _transformer(config: _Config, sequence: int | None) -> Profile:
         first += config.number("type_vocab_size", default=2) * hidden + 2 * hidden
         last = hidden * hidden + hidden
     tokens = sequence or positions
+    if family.positions is not None and tokens > positions:
+        raise UsageError(f"model {config.name} has {positions} learned positions, fewer than a sequence of {tokens}; "
+                         f"use a sequence up to {positions}")
     rates = [config.values[key] for key in ("resid_pdrop", "dropout", "hidden_dropout_prob") if key in config.values]
     dropout = family.dropout and (any(rates) or not rates)
     block = Block(layers=layers, tokens=tokens, hidden=hidden, heads=heads, kv_heads=kv_heads, head_dim=head_dim,

@@ -102,7 +102,8 @@ def rate(text: str, *, what: str) -> float:
     form = re.fullmatch(r"([\d.]+)\s*([kMGT]i?|)([bB])(?:/s|ps)", text.strip())
     value = _value(form)
     if form is None or value is None:
-        raise UsageError(f"{what} {text!r} needs a unit; write 50GB/s (bytes) or 400Gb/s (bits), one direction and GPU")
+        raise UsageError(f"{what} {text!r} is no number above 0 with its unit; write 50GB/s (bytes) or 400Gb/s (bits), "
+                         f"one direction and GPU")
     return value * _SCALES[form[2]] / (8 if form[3] == "b" else 1)
 
 
@@ -111,7 +112,8 @@ def size(text: str, *, what: str) -> float:
     form = re.fullmatch(r"([\d.]+)\s*([kMGT]i?|)B", text.strip())
     value = _value(form)
     if form is None or value is None:
-        raise UsageError(f"{what} {text!r} needs a unit; write 80GB (1e9 bytes) or 75GiB (2^30 bytes)")
+        raise UsageError(f"{what} {text!r} is no number above 0 with its unit; write 80GB (1e9 bytes) or 75GiB (2^30 "
+                         f"bytes)")
     return value * _SCALES[form[2]]
 
 

@@ -10,6 +10,7 @@ from dplab.planner.grid import Rejected, name
 from dplab.planner.hardware import Cluster
 from dplab.planner.memory import Memory
 from dplab.planner.profile import Profile
+from dplab.planner.simulate import Timeline, simulate
 from dplab.planner.split import RECOMPUTE, Split
 from dplab.specs import PRECISIONS, SHARDINGS, Strategy
 
@@ -63,6 +64,11 @@ class Plan:
         split = self.split
         text = f"{name(split.zero)}+{self.precision} x tp{split.tp} x pp{split.pp}"
         return text + (f" x {split.chunks} chunks" if split.chunks > 1 else "")
+
+    def timeline(self) -> Timeline:
+        """The step as predicted events, of the type that a run records."""
+        told = self.cost
+        return simulate(told.profile, self.split, told.cluster, told.recipe)
 
     def explain(self) -> str:
         """Memory with its formulas and the parts of the step."""

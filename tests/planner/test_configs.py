@@ -146,5 +146,7 @@ def test_bad_files_and_sequences(tmp_path):
         configs.model(tmp_path / "none.json")
     with pytest.raises(UsageError, match=r"sequence=0 is not allowed; sequence is a whole number of tokens >= 1"):
         configs.model("gpt2", sequence=0)
+    with pytest.raises(UsageError, match=r"gpt2 has 1024 learned positions, fewer than a sequence of 4096; use a seq"):
+        configs.model("gpt2", sequence=4096)
     with pytest.raises(UsageError, match=r"an image model has no sequence; leave it out"):
         configs.model("vit-b-16", sequence=5)

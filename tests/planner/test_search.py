@@ -164,10 +164,10 @@ def test_large_clusters_and_a_hundred_thousand_candidates():
     (("llama-7b", "8xH1000", 2048), {}, r"GPU 'H1000' is not known; the nearest are h100"),
     (("llama-7b", "8xV100", 1_048_576), {"precision": "bf16"}, r"V100-SXM-32GB has no bf16 tensor cores; use fp16 or"),
     (("llama-7b", "8xH100", 1_048_576), {"precision": "int8"}, r"precision 'int8' is not known; use one of fp32, bf16"),
-    (("llama-7b", "8xH100", 1_048_576), {"memory_limit": "80"}, r"memory limit '80' needs a unit; write 80GB"),
+    (("llama-7b", "8xH100", 1_048_576), {"memory_limit": "80"}, r"memory limit '80' is no number above 0 with its"),
     (("llama-7b", "8xH100", 1_048_576), {"memory_limit": "80GiB"}, r"memory limit 80 GiB is not allowed; H100-SXM-80GB "
      r"has 79.1 GiB = 84.93 GB"),
-    (("llama-7b", "8xH100", 1_048_576), {"network": "400"}, r"network '400' needs a unit"),
+    (("llama-7b", "8xH100", 1_048_576), {"network": "400"}, r"network '400' is no number above 0 with its unit"),
     (("llama-7b", "8xH100", 1_048_576), {"recipe": "fdsp"}, r"recipe 'fdsp' is not known; use one of modern"),
     (("llama-7b", "8xH100", 1_048_576), {"top": 0}, r"top=0 is not allowed; it is the number of plans"),
 ])
@@ -193,17 +193,24 @@ def test_layers_that_do_not_divide_are_cut_with_less_at_the_ends():
         memory.stage_layers(found.profile, staged.split, recipe("modern")), (1, 14, 1), strict=True)) == 126
 
 
-def test_the_command(capsys):
+def test_the_command(capsys, tmp_path):
     arguments = ["plan", "--model", "llama-7b", "--cluster", "8xH100-SXM-80GB", "--tokens-per-step", "1048576"]
     assert main([*arguments, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert set(told["plans"][0]) >= CONTRACT
     assert main([*arguments, "--explain", "--top", "1"]) == 0
     assert "GiB (2^30)" in capsys.readouterr().out
+    path = tmp_path / "step.json"
+    assert main([*arguments, "--trace", str(path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["trace"] == str(path)
+    kinds = {row.get("cat") for row in json.loads(path.read_text())["traceEvents"]}
+    assert kinds >= {"step", "forward", "backward", "collective", "optimizer"}
+    assert main([*arguments, "--trace", str(tmp_path)]) == 2
+    assert "(Is a directory); give a path that can be" in capsys.readouterr().err
     assert main(["plan", "--list"]) == 0
     assert "llama-7b" in capsys.readouterr().out
     for extra, message in (
-            (["--network", "400"], "dplab: network '400' needs a unit"),
+            (["--network", "400"], "dplab: network '400' is no number above 0 with its unit"),
             (["--memory-limit", "1GB"], "dplab: llama-7b fits nowhere on 8 x H100-SXM-80GB")):
         assert main([*arguments, *extra]) == 2
         error = capsys.readouterr().err
