@@ -34,6 +34,10 @@ def failure_of(directory: RunDirectory) -> DplabError:
     told = f"{head}\n\n{trace.rstrip() or '(its stderr.log is empty)'}"
     if peers:
         told += "\n\nEnded because of it:\n" + "\n".join(peers)
+    returned = [end["rank"] for end in ended["ranks"] if end["how"] == "returned"]
+    if returned and error is not None and error["type"].endswith("WireError"):
+        told += (f"\n\nNothing failed on ranks {returned}: their function had returned while others still waited for "
+                 f"them. Give every rank as many steps (dplab.loader does).")
     return RankFailed(f"{told}\n\nRun directory: {directory.path}", rank=rank, traceback=trace,
                       collateral=tuple(ended["collateral"]))
 

@@ -262,3 +262,42 @@ def busy_gpu() -> None:
     while True:
         float((matrix @ matrix).sum())
         (here() / "ready").touch()
+
+
+def steps(counts: tuple[int, ...], strategy: str) -> str:
+    """Rank r takes `counts[r]` steps and returns."""
+    import torch
+
+    import dplab
+
+    engine = dplab.parallelize(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)), torch.optim.AdamW,
+                               strategy)
+    for _ in range(counts[dplab.init().rank]):
+        engine.backward(engine(torch.ones(2, 4)).sum())
+        engine.step()
+    return "returned"
+
+
+def fail_in(where: str, on: int, strategy: str) -> None:
+    """Rank `on` raises in its second step: where its batches come from, in a forward hook, or in backward."""
+    import torch
+
+    import dplab
+
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    engine = dplab.parallelize(model, torch.optim.AdamW, strategy)
+
+    def boom(*_: Any) -> None:
+        if dplab.init().rank == on and step == 1:
+            raise ValueError(f"boom in {where}")
+
+    for step in range(4):
+        if where == "the loader":
+            boom()
+        if where == "a hook" and step == 1:
+            model[1].register_forward_hook(boom)
+        out = engine(torch.ones(2, 4))
+        if where == "backward":
+            out.register_hook(boom)
+        engine.backward(out.sum())
+        engine.step()

@@ -103,7 +103,7 @@ def launching_process(program: str = "reduce_for_ever", *, detach: bool, world_s
     return process, run
 
 
-def test_kill_the_launching_process() -> None:
+def test_h38_kill_the_launching_process() -> None:
     process, path = launching_process(detach=False)
     process.kill()
     process.communicate()
@@ -133,7 +133,7 @@ def test_a_detached_run_survives_the_launching_process() -> None:
 
 @pytest.mark.parametrize(("number", "whom"), [
     (signal.SIGINT, "group"), (signal.SIGINT, "parent"), (signal.SIGTERM, "parent"), (signal.SIGKILL, "parent")])
-def test_signal_in_the_middle(number: signal.Signals, whom: str) -> None:
+def test_h38_signal_in_the_middle(number: signal.Signals, whom: str) -> None:
     process, path = launching_process(detach=False, world_size=3, ignore_interrupts=True)
     send = os.killpg if whom == "group" else os.kill
     send(process.pid, number)
@@ -142,7 +142,7 @@ def test_signal_in_the_middle(number: signal.Signals, whom: str) -> None:
     assert dplab.attach(path).state == "stopped"
 
 
-def test_two_interrupts_at_the_start() -> None:
+def test_h38_two_interrupts_at_the_start() -> None:
     process, path = launching_process(detach=False, world_size=3, ready=False)
     for _ in range(2):
         if process.poll() is None:

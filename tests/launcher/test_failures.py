@@ -33,7 +33,7 @@ def failure(function: object, *, world_size: int = 3, **kwargs: object) -> RankF
     ("SIGSEGV", "rank 1 of 3 was ended by SIGSEGV, last seen at step 0, running"),
     ("os._exit", "rank 1 of 3 ended with exit status 0 before its function returned, last seen at step 0, running"),
 ])
-def test_first_cause_comes_first(how: str, head: str) -> None:
+def test_h37_first_cause_comes_first(how: str, head: str) -> None:
     error = failure(rank_programs.fail, how=how, on=1)
     message = str(error)
     assert message.startswith(head + "\n\n")
@@ -43,6 +43,24 @@ def test_first_cause_comes_first(how: str, head: str) -> None:
     assert "\n  rank 2: " in message
 
 
+@pytest.mark.parametrize("where", ["the loader", "a hook", "backward"])
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+def test_h37_wherever_it_is_raised(where: str, strategy: str) -> None:
+    error = failure(rank_programs.fail_in, where=where, on=1, strategy=strategy)
+    assert str(error).startswith(f"rank 1 of 3 failed in step 1: ValueError: boom in {where}\n\n")
+    assert error.collateral == (0, 2)
+
+
+@pytest.mark.parametrize("counts", [(2, 3), (1, 2, 4), (0, 1)])
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3"])
+def test_h12_ranks_with_different_numbers_of_batches(strategy: str, counts: tuple[int, ...]) -> None:
+    error = failure(rank_programs.steps, world_size=len(counts), counts=counts, strategy=strategy)
+    least = min(counts)
+    assert f"in step {least + 1}, after {least} that every rank ended: a collective did not end" in str(error)
+    assert ("Nothing failed on ranks [0]: their function had returned while others still waited for them. Give every "
+            "rank as many steps (dplab.loader does).") in str(error)
+
+
 def test_traceback_is_the_rank_s_own() -> None:
     error = failure(rank_programs.fail, how="ValueError", on=2)
     assert error.traceback.startswith("Traceback (most recent call last):\n  File \"" + rank_programs.__file__)
@@ -50,7 +68,7 @@ def test_traceback_is_the_rank_s_own() -> None:
     assert "dplab/launcher" not in error.traceback
 
 
-def test_first_of_two_causes_is_the_earlier() -> None:
+def test_h37_first_of_two_causes_is_the_earlier() -> None:
     def both() -> None:
         rank_programs.join()
         rank, _ = rank_programs.place()

@@ -91,7 +91,7 @@ def kernel(tmp_path: Path) -> Iterator[Kernel]:
 
 
 @pytest.mark.slow
-def test_cells_travel_edits_count_and_a_killed_kernel_leaves_nothing(kernel: Kernel) -> None:
+def test_h41_cells_travel_edits_count_and_a_killed_kernel_leaves_nothing(kernel: Kernel) -> None:
     assert kernel.run(CELL.format(scale=10)) == "[51, 51] True\n"
     assert kernel.run(CELL.format(scale=100)) == "[501, 501] True\n"
 

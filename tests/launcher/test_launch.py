@@ -67,6 +67,25 @@ def test_surroundings_of_a_rank(warm: bool, monkeypatch: pytest.MonkeyPatch, tmp
         assert ranks[0][name] != ranks[1][name]
 
 
+@pytest.mark.parametrize("warm", [True, False])
+def test_h40_a_kernel_that_has_used_cuda_and_runs_threads_launches(warm: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    before, over = dict(os.environ), threading.Event()
+    others = [threading.Thread(target=over.wait) for _ in range(3)]
+    for thread in others:
+        thread.start()
+    monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.cuda._initialized", True)
+    try:
+        run = dplab.launch(rank_programs.total, world_size=2, kwargs={"value": 3}, detach=False, warm=warm)
+        assert run.wait(60) == [6, 6]
+    finally:
+        over.set()
+        for thread in others:
+            thread.join()
+    assert dict(os.environ) == before
+
+
 def test_forked_ranks_hold_no_descriptor_of_their_parents() -> None:
     [warm] = dplab.launch(rank_programs.facts, detach=False, warm=True).wait(60)
     [cold] = dplab.launch(rank_programs.facts, detach=False, warm=False).wait(60)
@@ -142,7 +161,7 @@ def test_logs() -> None:
         run.logs(2)
 
 
-def test_ten_parallel_launches_and_a_foreign_listener() -> None:
+def test_h39_ten_parallel_launches_and_a_foreign_listener() -> None:
     with socket.socket() as foreign:
         foreign.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         foreign.bind(("127.0.0.1", 29500))
