@@ -82,7 +82,7 @@ def _machine() -> Answer:
     lines = [f"python      {data['python']} on {data['platform']}",
              f"cores       {data['cores']}: ranks beyond that share them",
              f"gpus        {', '.join(gpus) or 'none that torch can use'}",
-             f"backends    {', '.join(data['backends'])}" + (f"; no shm: {data['without_shm']}" if without_shm() else ""),
+             f"backends    {', '.join(data['backends'])}" + (f"; no shm: {without_shm()}" if without_shm() else ""),
              "/dev/shm    " + ("absent" if data["shm_bytes"] is None else f"{data['shm_bytes'] / 1e9:.1f} GB"),
              f"runs        {data['runs']}, {data['runs_free_bytes'] / 1e9:.1f} GB free there",
              "gauges      " + "\n            ".join(_by_reason(data["gauges"])),

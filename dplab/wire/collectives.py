@@ -62,6 +62,14 @@ class Labelled(Protocol):
     """What the next call carries, in words: calls that meet must have it in common."""
 
 
+@runtime_checkable
+class Housing(Protocol):
+    """A transport with memory of its own, from which its collectives need not copy."""
+
+    def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor: ...
+    def all_gather(self, flat: torch.Tensor, own: torch.Tensor | None = None) -> Work: ...
+
+
 class Pending:
     """A collective under way. `wait()` may be called more than once; only the first blocks."""
 
@@ -128,6 +136,7 @@ class Collectives:
         self.transport, self.counters, self.recorder = transport, counters, recorder
         self.rank, self.size = transport.rank, transport.size
         self._labelled = transport if isinstance(transport, Labelled) else None
+        self._housing = transport if isinstance(transport, Housing) else None
 
     def all_reduce(self, flat: torch.Tensor, *, op: Op = "sum", purpose: Purpose = "grads",
                    bucket: int | None = None, filled: int | None = None) -> Pending:
@@ -147,9 +156,18 @@ class Collectives:
         return self._issue("reduce_scatter", lambda: self.transport.reduce_scatter(flat, target), flat, 1, "grads",
                            bucket, filled)
 
-    def all_gather(self, flat: torch.Tensor, *, purpose: Purpose = "params", bucket: int | None = None) -> Pending:
-        """Every rank's own segment reaches every rank. Sends (N-1)/N of the tensor."""
-        return self._issue("all_gather", lambda: self.transport.all_gather(flat), flat, 1, purpose, bucket, None)
+    def all_gather(self, flat: torch.Tensor, own: torch.Tensor | None = None, *, purpose: Purpose = "params",
+                   bucket: int | None = None) -> Pending:
+        """Every rank's own segment (`own`, where it is not in `flat` yet) reaches every rank. Sends (N-1)/N of `flat`.
+
+        `own` must not be written before the pending has been waited for.
+        """
+        housing = self._housing
+        if own is None or housing is None or housing is not self.transport or self.size == 1:
+            if own is not None:
+                self.segment(flat).copy_(own)
+            return self._issue("all_gather", lambda: self.transport.all_gather(flat), flat, 1, purpose, bucket, None)
+        return self._issue("all_gather", lambda: housing.all_gather(flat, own), flat, 1, purpose, bucket, None)
 
     def broadcast(self, flat: torch.Tensor, *, source: int = 0, purpose: Purpose = "init") -> Pending:
         """Every rank ends with rank `source`'s values."""
@@ -162,6 +180,18 @@ class Collectives:
     def barrier(self) -> None:
         """Returns once every rank has called it."""
         self.gather_objects(None)
+
+    def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """A flat tensor from which this axis' collectives need not copy, if there is such memory."""
+        if self._housing is None:
+            return torch.empty(numel, dtype=dtype, device=device)
+        return self._housing.empty(numel, dtype, device)
+
+    def housed(self, flat: torch.Tensor) -> torch.Tensor:
+        """The same values in such memory; the tensor itself where there is none."""
+        if self._housing is None:
+            return flat
+        return self._housing.empty(flat.numel(), flat.dtype, flat.device).copy_(flat)
 
     def segment(self, flat: torch.Tensor) -> torch.Tensor:
         """This rank's own segment of `flat`."""

@@ -101,7 +101,11 @@ class Operation:
         if not self.advance():
             patience = Patience()
             while not self.advance():
-                if patience.pause():
+                slept = patience.pause()
+                if patience.idle and len(_under_way) > 1:
+                    # another one may be what a peer waits for before it comes to this one
+                    advance_all()
+                if slept:
                     self._look_around(patience.waited, limit or self.channel.timeout)
         if isinstance(self.error, WireError):
             raise WireError(str(self.error))
@@ -109,9 +113,8 @@ class Operation:
             raise self.error
 
     def _look_around(self, waited: float, limit: float) -> None:
-        """It takes long: others of this process may be what a peer waits for, or a peer may be gone."""
+        """It takes long: a peer may be gone, or late."""
         with LOCK:
-            advance_all()
             if self.advance():
                 return
             self._look_after_peers(waited)
