@@ -39,8 +39,9 @@ but their errors were known while the model was written: only results that nobod
 
 What falls short: the sweep of nanotron holds two runs (80B on 4 nodes, 1.34B on 64) that took three times as long as
 predicted; fp8 with row-wise scales is slower than predicted, because its casts are not modelled; MT-NLG is slower than
-predicted throughout; simulated bubbles of interleaved schedules are up to 0.003 too high. Only two published grids
-can judge advice, and both are of one program on one cluster.
+predicted throughout. Bubbles of interleaved schedules are simulated here as in their publication, where a micro-batch
+does not wait for its own transfer from the last stage to the first; plans do wait, and are up to 0.0035 worse. Only two
+published grids can judge advice, and both are of one program on one cluster.
 """
 
 

@@ -260,7 +260,7 @@ def bubble(case: Case) -> float:
     chunks = (case.model["layers"] + 2) // stages if config["schedule"] == "1F1B-I" else 1
     return pipeline.bubble_rate(pipeline.run(
         forward=[config["T_F_ms"]] * stages, backward=[config["T_B_ms"] + config["T_W_ms"]] * stages, chunks=chunks,
-        micro_batches=config["micro_batches"], hop=config["T_comm_ms"]))
+        micro_batches=config["micro_batches"], hop=config["T_comm_ms"], streams=True))
 
 
 def _formula(case: Case) -> float:
