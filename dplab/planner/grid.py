@@ -19,7 +19,7 @@ from dplab.planner.recipes import Recipe
 from dplab.planner.split import RECOMPUTE, Split
 
 MICRO_BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
-CHUNKS = (1, 2, 3, 4, 6)
+MOST_CHUNKS = 8
 Mask = Any
 
 
@@ -38,12 +38,13 @@ class Rejected:
 
 @dataclass(frozen=True, kw_only=True)
 class Space:
-    """What a search may choose from."""
+    """What a search may choose from. `chunks` None: every interleaving of up to MOST_CHUNKS that divides a stage's
+    layers, and one layer a chunk."""
 
     zero: Sequence[int] = (0, 1, 2, 3)
     recompute: Sequence[str] = RECOMPUTE[:3]
     micro_batches: Sequence[int] = MICRO_BATCHES
-    chunks: Sequence[int] = CHUNKS
+    chunks: Sequence[int] | None = None
     largest_tensor: int | None = None
     largest_pipeline: int | None = None
 
@@ -65,12 +66,19 @@ def candidates(ranks: int, samples: int, profile: Profile, recipe: Recipe, space
             if tp > (space.largest_tensor or ranks) or pp > (space.largest_pipeline or ranks):
                 continue
             stages = [zero for zero in space.zero if dp > 1 or zero == 0]
-            chunks = space.chunks if pp > 1 else (1,)
+            chunks = _chunks(profile.layers, pp) if space.chunks is None else space.chunks if pp > 1 else (1,)
             rows += itertools.product([dp], [tp], [pp], stages, space.micro_batches, [0], modes, chunks)
     table = np.array(rows, dtype=np.int64).reshape(-1, len(fields(Split))).T
     split = Split(**dict(zip((field.name for field in fields(Split)), table, strict=True)))
     passes = np.maximum(samples // (split.dp * split.micro_batch), 1)
     return Split(**{**{field.name: getattr(split, field.name) for field in fields(Split)}, "accumulate": passes})
+
+
+def _chunks(layers: int, pp: int) -> Sequence[int]:
+    """Interleavings of a stage."""
+    if pp == 1 or layers % pp:
+        return (1,)
+    return [count for count in divisors(layers // pp) if count <= MOST_CHUNKS or count == layers // pp]
 
 
 def laws(split: Split, profile: Profile, cluster: Cluster, samples: int) -> list[tuple[str, Mask]]:

@@ -16,7 +16,8 @@ is 10 % too high. Rates (tokens/s, TFLOP/s, MFU, HFU) are compared as ms a step.
 this folder, one to a case.
 
 "None fitted" is the mean absolute error of the prediction as it stands; "one constant" after a division by the
-family's median ratio; "size left out" with that constant from the other model sizes alone.
+family's median ratio; "size left out" with that constant from the other model sizes alone. "Gaps filled": what was
+not published (micro-batch, degrees) is what the planner's own search finds fastest.
 """
 
 _FITTED = """## What was set with results in view

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from dplab.planner import activations, cost, grid, memory, pipeline, published
+from dplab.planner import activations, cost, filling, grid, memory, pipeline, published
 from dplab.planner.collectives import Group
 from dplab.planner.published import Case, Setup, Unusable
 from dplab.planner.recipes import recipe
@@ -130,6 +130,9 @@ class Score:
 _TIME: dict[str, tuple[Callable[[str], bool], str]] = {
     "Megatron-LM 2021, A100": (lambda id_: id_.startswith(("sc21-t1", "sc21-t2-ptdp")), "sustained speed of an A100"),
     "ZeRO-3 2021, A100": (lambda id_: id_.startswith("sc21-t2-zero3"), "network share of deepspeed-2021"),
+    "Megatron-LM January 2021, A100, gaps filled": (lambda id_: id_.startswith("mlm-jan21"), ""),
+    "Megatron-Core, H100, gaps filled": (lambda id_: id_.startswith("mcore-h100"), "sustained speed of an H100"),
+    "LLaMA, A100, gaps filled": (lambda id_: id_.startswith("llama1"), ""),
     "Megatron-LM tables, V100 and A100": (lambda id_: id_.startswith("mlm-"), ""),
     "Alpa's Megatron-LM, V100": (lambda id_: id_.startswith("alpa"), ""),
     "MT-NLG 530B, A100": (lambda id_: id_.startswith("mtnlg"), ""),
@@ -156,7 +159,7 @@ def score() -> Score:
             if case.unit != "feasibility":
                 family = _family(case)
                 rows.setdefault(family, []).append(_row(case))
-            if case.unit == "feasibility" or family in _TIME:
+            if case.unit == "feasibility" or (family in _TIME and "filled" not in family):
                 verdicts.append(_verdict(case))
         except Unusable as reason:
             unused.setdefault(str(reason), []).append(case.id)
@@ -212,7 +215,7 @@ def _family(case: Case) -> str:
 def _row(case: Case) -> Row:
     family = _family(case)
     if family in _TIME:
-        return _time_row(case, published.setup(case))
+        return _time_row(case, filling.setup(case))
     if family == _FORMULAS:
         return Row(case=case, measured=float(case.value), predicted=_formula(case))
     if case.kind == "memory":
@@ -246,6 +249,8 @@ def step_seconds(case: Case, made: Setup) -> float:
         return samples * made.profile.sequence / (ranks * value)
     if unit.startswith("samples/s/GPU"):
         return samples / (ranks * value)
+    if unit == "GPU-hours":
+        return value * 3600 / ranks * samples * made.profile.sequence / float(case.config["training_tokens"])
     scales = {"ms/iteration": 1e-3, "s/iteration": 1.0}
     if unit not in scales:
         raise Unusable("the unit is no step time")

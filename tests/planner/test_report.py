@@ -34,7 +34,7 @@ def test_every_case_is_used_once_or_left_out_with_a_reason(told):
     left = [name for ids in told.unused.values() for name in ids]
     verdicts = [verdict.case.id for verdict in told.verdicts if verdict.case.unit == "feasibility"]
     assert sorted(used + left + verdicts) == sorted(case.id for case in published.cases())
-    assert len(used) > 250
+    assert len(used) > 280
     assert all(case.source for case in published.cases())
 
 
@@ -52,7 +52,7 @@ def test_memory_of_measured_peaks(told):
 
 def test_step_times(told):
     times = [family for family in told.families if family.kind == "time"]
-    assert len(times) == 14
+    assert len(times) == 17
     for family in times:
         assert family.mape < 0.20, family.name
         assert family.calibrated < 0.15, family.name
