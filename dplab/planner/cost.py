@@ -184,8 +184,10 @@ def data_parallel(made: Pieces, split: Split, recipe: Recipe, *, share: Any, uni
 
 
 def wire_bytes(split: Split, recipe: Recipe) -> Any:
-    """Bytes of a gradient element as ranks exchange it: as it was accumulated, unless the recipe says otherwise."""
-    return recipe.grad_bytes(split) if recipe.reduce is None else recipe.reduce
+    """Bytes of a gradient element as ranks exchange it: one backward's under ZeRO-2 and 3, which reduce each; else as
+    it was accumulated."""
+    once = recipe.grad_bytes(split)
+    return np.where(np.asarray(split.zero) >= 2, np.minimum(recipe.param, once), once)
 
 
 def gather_bytes(recipe: Recipe) -> int:

@@ -27,7 +27,7 @@ class Recipe:
     parallelism leaves whole; `keeps_gathered` stores its gathered inputs; `fused_norm` keeps no fp32 copy in an
     RMSNorm; `packed_qkv` keeps the projection beside its rotated copies; `logit` bytes a logit alive at the loss.
     Time: `dtype` of matrix products; `overlap` hides gradient collectives behind the backward;
-    `reduce` bytes an element on the wire; `passes` multiplies the memory traffic between matrix products where
+    `passes` multiplies the memory traffic between matrix products where
     kernels are less fused than assumed; `host` is the seconds in which a process launches one layer's forward;
     `efficiency` multiplies the speed of compute (1: nothing fitted). Collectives reach `link_share` of the nominal
     speed inside a node and `network_share` between nodes, hops between stages `hop_share` of the latter; flash
@@ -53,7 +53,6 @@ class Recipe:
     schedule: str = "1f1b"
     dtype: str = "bf16"
     overlap: bool = True
-    reduce: int | None = None
     passes: float = 1.5
     efficiency: float = 1.0
     link_share: float = 0.75

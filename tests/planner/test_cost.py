@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 
 from dplab.planner import compute, configs, cost, published
 from dplab.planner.collectives import Group, Groups
+from dplab.planner.explain import explain
 from dplab.planner.footprint import volume
 from dplab.planner.hardware import cluster, gpu
 from dplab.planner.recipes import Recipe, recipe
 from dplab.planner.simulate import simulate
 from dplab.planner.split import Split
-from dplab.specs import SHARDINGS
+from dplab.specs import PRECISIONS, SHARDINGS
 from dplab.telemetry.summary import Summary
 
 NODE = cluster("8xA100-SXM-80GB")
@@ -156,6 +157,18 @@ def test_simulated_events_are_a_measured_runs_kind(zero, accumulate, dp, pp):
                       if event.rank == rank and event.kind == "collective")
         assert 0 <= exposed <= told.step * 1e9
     assert 0 < told.busy() <= 1 + 1e-6
+
+
+@pytest.mark.parametrize("name", ["ddp", "zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_bytes_on_the_wire_are_those_that_explain_tells(name, accumulate):
+    numel = configs.model("gpt2-medium").parameters
+    told = explain(f"{name}+bf16" + (f"+accum{accumulate}" if accumulate > 1 else ""), numel, 4)
+    split = Split(dp=4, zero=list(SHARDINGS).index(name), accumulate=accumulate)
+    program = Recipe().with_precision(PRECISIONS["bf16"])
+    summary = Summary().feed(simulate(configs.model("gpt2-medium"), split, cluster("4xA100"), program).events)
+    for collective, size in told.bytes_sent.items():
+        assert summary.wire.get(collective, {"bytes": 0})["bytes"] == pytest.approx(size, rel=1e-4), collective
 
 
 def test_overlap_and_recipes_change_what_they_should():
