@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -9,6 +10,9 @@ from typing import Any, NamedTuple
 import psutil
 
 LINUX = sys.platform.startswith("linux")
+SHARED = b"/memfd:dplab"
+"""How the maps of a process show what it shares with other ranks."""
+_PRIVATE, _SHARE = re.compile(rb"^Private_\w+: +(\d+)", re.MULTILINE), re.compile(rb"^Pss: +(\d+)", re.MULTILINE)
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -48,6 +52,7 @@ def usage(pid: int) -> Usage | None:
 
     Private bytes are those that would come free if the process ended (smaps_rollup's Private_*): a rank forked
     from a preloaded parent shares the libraries' pages with it, and resident bytes would count them for each.
+    Of the memory in which ranks share their buffers a page counts in equal parts for those that have it mapped.
     """
     try:
         process = psutil.Process(pid)
@@ -59,11 +64,15 @@ def usage(pid: int) -> Usage | None:
 
 
 def _private_linux(pid: int) -> int:
-    total = 0
-    for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-        if line.startswith("Private_"):
-            total += int(line.split()[1]) * 1024
-    return total
+    if SHARED not in Path(f"/proc/{pid}/maps").read_bytes():
+        return _sum(Path(f"/proc/{pid}/smaps_rollup").read_bytes(), _PRIVATE)
+    smaps = Path(f"/proc/{pid}/smaps").read_bytes()
+    shared = b"".join(mapping for mapping in smaps.split(b"VmFlags:") if SHARED in mapping)
+    return _sum(smaps, _PRIVATE) + _sum(shared, _SHARE) - _sum(shared, _PRIVATE)
+
+
+def _sum(smaps: bytes, field: re.Pattern[bytes]) -> int:
+    return 1024 * sum(map(int, field.findall(smaps)))
 
 
 def _created(pid: int) -> float | None:

@@ -186,6 +186,27 @@ def test_an_engine_that_is_gone_leaves_no_descriptor_and_no_home() -> None:
         assert seen[1:] == [seen[0]] * 3
 
 
+def used() -> int:
+    """Bytes that this process uses more than before, of 20 MB that two ranks share."""
+    from dplab.telemetry.process import usage
+
+    axis = wire()
+    before = usage(os.getpid())
+    flat = axis.empty(5_000_000, torch.float32, CPU).fill_(1)
+    axis.all_gather(flat).wait()
+    axis.barrier()
+    after = usage(os.getpid())
+    axis.barrier()
+    assert before is not None
+    assert after is not None
+    return after.private - before.private
+
+
+def test_what_ranks_share_counts_once_in_the_sum_over_ranks() -> None:
+    both = sum(in_shm(2, used))
+    assert 0.9 * 40_000_000 < both < 1.15 * 40_000_000
+
+
 def freed() -> tuple[int, int]:
     """Bytes of a peer's mapping before and after its owner has let go of the tensor."""
     axis = wire()

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from dplab.errors import WireError
-from dplab.wire.shm.memory import Place, Segment, Window
+from dplab.wire.shm.memory import Cuts, Place, Segment, Window
 from dplab.wire.shm.operation import Operation, Steps
 from dplab.wire.shm.peers import Peer, meet
 
@@ -44,10 +44,9 @@ class Stage(NamedTuple):
     """Two halves that take turns, so that a round can be staged while the one before is read."""
 
     number: int
-    mine: torch.Tensor
+    mine: Cuts
     half: int
     base: int
-    place: Place | None
 
 
 class Ticket:
@@ -134,9 +133,9 @@ class Channel:
         self.peers = meet(store, rank, size, self.control.place, timeout)
         self.others = [(peer.rank, peer.words) for peer in self.peers]
         self._words_of = dict(self.others) | {rank: self.words}
-        self._small = self.control.tensor()[self._stage_at:]
+        self._small = Stage(0, Cuts(self.control.tensor()[self._stage_at:]), SMALL, self._stage_at)
         self._large: Segment | None = None
-        self._large_bytes = self._small
+        self._large_stage = self._small
         # the peers' large staging areas
         self._windows: dict[int, Window] = {}
         self._count = 0
@@ -193,12 +192,12 @@ class Channel:
     def stage(self, ticket: Ticket, nbytes: int) -> Stage:
         """The staging area for `nbytes` a round: the same choice on every rank."""
         if nbytes <= SMALL:
-            return Stage(0, self._small, SMALL, self._stage_at, None)
+            return self._small
         if self._large is None:
             self._large, ticket.fresh = Segment(2 * LARGE, wiped=False), True
-            self._large_bytes = self._large.tensor()
+            self._large_stage = Stage(1, Cuts(self._large.tensor()), LARGE, 0)
         self._write(ticket.at + _PLACE, (self._large.place.serial, self._large.fd, self._large.nbytes, 0))
-        return Stage(1, self._large_bytes, LARGE, 0, self._large.place)
+        return self._large_stage
 
     def take_half(self, ticket: Ticket, stage: Stage, turn: int) -> Steps:
         """Until everybody has read what this half holds. `turn` is the round it will hold."""

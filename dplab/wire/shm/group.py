@@ -129,10 +129,10 @@ class _Flat:
             raise WireError(f"backend 'shm' moves dense CPU tensors, not one that is {tensor.layout} on "
                             f"{tensor.device}; use backend='gloo' or 'nccl'")
         data = tensor.data
-        return cls(data, data.contiguous().view(-1))
+        return cls(data, data if data.dim() == 1 and data.is_contiguous() else data.contiguous().view(-1))
 
     def back(self) -> None:
-        if self.values.data_ptr() != self.tensor.data_ptr():
+        if self.values is not self.tensor and self.values.data_ptr() != self.tensor.data_ptr():
             self.tensor.copy_(self.values.view(self.tensor.shape))
 
 

@@ -109,8 +109,26 @@ class Homes:
 HOMES = Homes()
 
 
-class Window:
-    """A peer's segment, mapped here, and the tensors that were cut from it."""
+class Cuts:
+    """Tensors cut from one piece of memory: the same ones serve again and again."""
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self._memory = memory
+        self._cut: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
+
+    def cut(self, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """`numel` values from byte `offset` on."""
+        key = (offset, numel, dtype)
+        tensor = self._cut.get(key)
+        if tensor is None:
+            if len(self._cut) >= 512:
+                self._cut.clear()
+            tensor = self._cut[key] = self._memory[offset:offset + numel * dtype.itemsize].view(dtype)
+        return tensor
+
+
+class Window(Cuts):
+    """A peer's segment, mapped here."""
 
     def __init__(self, pid: int, place: Place) -> None:
         path = f"/proc/{pid}/fd/{place.fd}"
@@ -123,18 +141,7 @@ class Window:
         except (OSError, RuntimeError) as error:
             raise WireError(f"the memory of process {pid} cannot be opened ({error}): it has ended, or runs in another "
                             f"container or under another user; use backend='gloo' there") from error
-        self._all = torch.from_numpy(self.array)
-        self._cut: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
-
-    def cut(self, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """`numel` values from byte `offset` on."""
-        key = (offset, numel, dtype)
-        tensor = self._cut.get(key)
-        if tensor is None:
-            if len(self._cut) >= 512:
-                self._cut.clear()
-            tensor = self._cut[key] = self._all[offset:offset + numel * dtype.itemsize].view(dtype)
-        return tensor
+        super().__init__(torch.from_numpy(self.array))
 
 
 class Windows:

@@ -60,17 +60,15 @@ class Rounds:
 
     def mine(self, region: int, numel: int) -> torch.Tensor:
         """As `theirs`, of this rank's own."""
-        start = self._offset(self.turn, region)
-        return self.stage.mine[start:start + numel * self.dtype.itemsize].view(self.dtype)
+        return self.stage.mine.cut(self._offset(self.turn, region), numel, self.dtype)
 
     def _put(self, turn: int) -> Steps:
         yield from self.channel.take_half(self.ticket, self.stage, turn)
         start = turn * self.per_round
         for region, values in enumerate(self.give):
             if values is not None and start < values.numel():
-                part = values[start:start + self.per_round]
-                offset = self._offset(turn, region)
-                self.stage.mine[offset:offset + part.numel() * self.dtype.itemsize].view(self.dtype).copy_(part)
+                part = values if self.count == 1 else values[start:start + self.per_round]
+                self.stage.mine.cut(self._offset(turn, region), part.numel(), self.dtype).copy_(part)
 
     def _offset(self, turn: int, region: int) -> int:
         return (self.ticket.number + turn) % 2 * self.stage.half + region * self.room
@@ -90,7 +88,7 @@ def all_reduce(channel: Channel, flat: torch.Tensor, op: str, label: str = "") -
 
     def read(rounds: Rounds, start: int, stop: int) -> None:
         parts = _in_rank_order(rounds, 0, stop - start, rounds.mine(0, stop - start))
-        reduce_into(flat[start:stop], parts, op)
+        reduce_into(flat if rounds.count == 1 else flat[start:stop], parts, op)
 
     return _start(channel, ticket, _run(ticket, [flat], flat, read))
 

@@ -13,6 +13,10 @@ from dplab.wire.shm.group import ShmGroup
 from dplab.wire.shm.memory import HOMES
 
 
+STAGED_UP_TO = 64 << 10
+"""Bytes of an all-reduce up to which copying in and out costs less than a second meeting of the ranks."""
+
+
 class ShmTransport:
     """One rank's end of an `shm` group. A tensor must not be written between a call and its wait."""
 
@@ -28,7 +32,7 @@ class ShmTransport:
         return HOMES.empty((numel,), dtype) if device.type == "cpu" else torch.empty(numel, dtype=dtype, device=device)
 
     def all_reduce(self, flat: torch.Tensor, op: Op) -> Work:
-        place = HOMES.place(flat)
+        place = HOMES.place(flat) if flat.numel() * flat.element_size() > STAGED_UP_TO else None
         if place is None:
             return staged.all_reduce(self.channel, flat.data, op, self.label)
         return placed.all_reduce(self.channel, flat.data, op, place, self._call(f"all_reduce({op})", flat))
