@@ -44,7 +44,7 @@ def test_there_are_notebooks():
 
 @pytest.mark.slow
 @every_notebook
-def test_runs_headless_and_says_what_is_stored(path, tmp_path):
+def test_h43_runs_headless_and_says_what_is_stored(path, tmp_path):
     runs = tmp_path / "runs"
     environment = {**os.environ, "CI": "true", "DPLAB_RUNS": str(runs)}
     done = subprocess.run(

@@ -30,7 +30,7 @@ def executed(monkeypatch):
     return execute
 
 
-def test_the_picture_of_the_end_stands_where_the_board_was_made(executed):
+def test_h42_the_picture_of_the_end_stands_where_the_board_was_made(executed):
     notebook = executed(
         "board = Board(run)\nboard",
         "run.emitted += [event for rank in range(2) for event in step_events(rank, 3)]\nrun.state = 'finished'",
@@ -42,6 +42,30 @@ def test_the_picture_of_the_end_stands_where_the_board_was_made(executed):
     assert notebook.cells[3].outputs[0]["text"] == "True False True False\n"
     assert not notebook.metadata.get("widgets", {})
     assert len(json.dumps(notebook)) < 200_000
+
+
+def test_h42_what_ranks_print_goes_to_their_logs_and_under_no_cell(executed, monkeypatch, tmp_path):
+    monkeypatch.setenv("DPLAB_RUNS", str(tmp_path / "runs"))
+    launch = """
+def speak(name):
+    import os, sys
+    for line in range(200):
+        print(name, line, flush=line % 7 == 0)
+        print(name, "error", line, file=sys.stderr)
+    return os.environ["RANK"]
+import dplab
+a, b = (dplab.launch(speak, world_size=2, args=(name,), detach=False) for name in "ab")
+"""
+    check = """
+for run, name in ((a, "a"), (b, "b")):
+    assert run.wait(60) == ["0", "1"]
+    for rank in range(2):
+        lines = run.logs(rank).splitlines()
+        assert [line for line in lines if "error" not in line] == [f"{name} {n}" for n in range(200)]
+        assert [line for line in lines if "error" in line] == [f"{name} error {n}" for n in range(200)]
+"""
+    notebook = executed(launch, "x = 1", "import time\ntime.sleep(0.5)", check)
+    assert [cell.outputs for cell in notebook.cells] == [[]] * 5
 
 
 def test_freeze_keeps_the_moment_of_the_call(executed):
