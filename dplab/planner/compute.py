@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from dplab.planner.hardware import Gpu
-from dplab.planner.profile import Block, Profile
+from dplab.planner.profile import PRODUCTS_AGAIN, Block, Profile
 from dplab.planner.recipes import Recipe
 from dplab.planner.split import Split
 
@@ -20,8 +20,6 @@ TILE = (128, 256)
 """Rows and columns of the output that one multiprocessor works on at a time (cuBLAS's and CUTLASS's usual ones)."""
 PIPELINE_DEPTH = 128
 """Length of the summed dimension lost to filling and draining a tile."""
-AGAIN = 0.4
-"""Share of a layer's products that every second one, in order, makes: 0.37 in a Llama 3 block, 0.42 in a GPT's."""
 MEMORY_SHARE = 0.8
 """Share of the data sheet's memory bandwidth that streaming kernels reach."""
 
@@ -68,7 +66,7 @@ def layer(block: Block, split: Split, gpu: Gpu, recipe: Recipe) -> Passes:
     mode = np.asarray(split.recompute)
     ahead = forward + attend + between
     back = 2 * forward + attend_back + 2 * between
-    again = np.choose(mode, [0.0 * ahead, attend, ahead, AGAIN * forward + between, ahead / 2])
+    again = np.choose(mode, [0.0 * ahead, attend, ahead, PRODUCTS_AGAIN * forward + between, ahead / 2])
     scale, launches = 1 / recipe.efficiency, np.choose(mode, [0.0, 0.0, 1.0, 1.0, 0.5])
     return Passes(forward=np.maximum(ahead * scale, recipe.host), backward=np.maximum(back * scale, 1.5 * recipe.host),
                   again=np.maximum(again * scale, launches * recipe.host))

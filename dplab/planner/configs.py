@@ -106,7 +106,7 @@ def _attention(config: _Config) -> tuple[int, int, int, int]:
     hidden = config.number("hidden_size", "n_embd", "d_model")
     heads = config.number("num_attention_heads", "n_head", "num_heads")
     kv_heads = config.number("num_key_value_heads", default=heads)
-    if "head_dim" not in config.values and "d_kv" not in config.values and hidden % heads:
+    if config.values.get("head_dim", config.values.get("d_kv")) is None and hidden % heads:
         raise UsageError(f"model {config.name}: hidden size {hidden} is not divisible by {heads} heads; "
                          f"change one of them or give head_dim")
     if heads % kv_heads:

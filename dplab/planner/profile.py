@@ -9,6 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+PRODUCTS_AGAIN = 0.4
+"""Share of a layer's products that every second one, in order, makes: 0.37 in a Llama 3 block, 0.42 in a GPT's."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
@@ -128,7 +131,7 @@ class Profile:
         attention = sum(block.layers * block.attention_flops(causal=causal) for block in self.blocks)
         products = sum(block.layers * block.matmul_flops() for block in self.blocks)
         inside = attention + products
-        again = {"none": 0.0, "selective": attention, "full": inside, "products": 0.4 * products,
+        again = {"none": 0.0, "selective": attention, "full": inside, "products": PRODUCTS_AGAIN * products,
                  "alternate": inside / 2}[recompute]
         return self.model_flops(causal=causal) + again
 

@@ -125,6 +125,7 @@ LLAMA = {"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64, "num_
     ({**LLAMA, "model_type": "mixtral"}, r"model_type 'mixtral' is not supported; supported are bert, gemma"),
     ({**LLAMA, "hidden_size": None}, r"its config has no hidden_size or n_embd or d_model; add it"),
     ({**LLAMA, "num_attention_heads": 5}, r"hidden size 64 is not divisible by 5 heads; change one of them"),
+    ({**LLAMA, "num_attention_heads": 5, "head_dim": None}, r"hidden size 64 is not divisible by 5 heads"),
     ({**LLAMA, "num_key_value_heads": 3}, r"4 heads are not divisible by 3 key-value heads"),
     ({**LLAMA, "num_hidden_layers": "two"}, r"num_hidden_layers='two' is not allowed; it is a whole number >= 1"),
     ({"model_type": "vit", "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 1, "image_size": 100},
