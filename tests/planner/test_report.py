@@ -52,7 +52,7 @@ def test_memory_of_measured_peaks(told):
 
 def test_step_times(told):
     times = [family for family in told.families if family.kind == "time"]
-    assert len(times) == 17
+    assert len(times) == 18
     for family in times:
         assert family.mape < 0.20, family.name
         assert family.calibrated < 0.15, family.name
