@@ -235,7 +235,8 @@ def _time_row(case: Case, made: Setup) -> Row:
     """Both as ms a step, whatever rate was published, so that all families count alike."""
     if case.unit.endswith("one layer"):
         alone = cost.pieces(made.profile, made.split, made.cluster, made.recipe)
-        return Row(case=case, measured=float(case.value), predicted=1e3 * float(alone.layers.total + alone.tensor.total))
+        layer = float(alone.layers.total + alone.tensor.total)
+        return Row(case=case, measured=float(case.value), predicted=layer * 1e3)
     step = float(cost.predict(made.profile, made.split, made.cluster, made.recipe).step)
     return Row(case=case, measured=step_seconds(case, made) * 1e3, predicted=step * 1e3)
 

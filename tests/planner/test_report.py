@@ -36,6 +36,8 @@ def test_every_case_is_used_once_or_left_out_with_a_reason(told):
     assert sorted(used + left + verdicts) == sorted(case.id for case in published.cases())
     assert len(used) > 280
     assert all(case.source for case in published.cases())
+    readme = (folder(DATA).parent / "README.md").read_text()
+    assert f"measured against {len(used)} published results" in readme
 
 
 def test_formulas_come_out_as_printed(told):
