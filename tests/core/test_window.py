@@ -343,7 +343,7 @@ def test_splitting_a_run_keeps_its_state(name: str) -> None:
 
 
 @pytest.mark.parametrize("plain", [True, False], ids=["loss.backward", "engine.backward"])
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", SHARDINGS)
 def test_a_backward_that_raised_leaves_nothing_behind(name: str, plain: bool) -> None:
     class Deep(nn.Module):
         def __init__(self) -> None:
