@@ -26,22 +26,25 @@ MAY_IMPORT = {
     "planner": PURE | {"layout", "telemetry", "resources"},
     "wire": PURE | {"layout", "telemetry"},
     "core": PURE | {"layout", "wire", "telemetry"},
-    "engine": PURE | {"layout", "wire", "telemetry", "core"},
+    "checkpoint": PURE | {"layout", "wire", "telemetry", "core"},
+    "engine": PURE | {"layout", "wire", "telemetry", "core", "checkpoint"},
     "workloads": PURE | {"layout", "wire", "telemetry", "core", "engine", ""},
     "peers": PURE | {"layout", "wire", "telemetry", "core", "engine", "workloads", ""},
-    "launcher": PURE | {"telemetry", "views", "widgets", ""},
+    "launcher": PURE | {"telemetry", "views", "diagnosis", "widgets", ""},
+    "diagnosis": PURE | {"layout", "telemetry", "views"},
     "views": PURE | {"layout", "telemetry", "planner"},
     "widgets": PURE | {"views", "launcher", "telemetry", "planner", ""},
     "commands": PURE | {"telemetry", "planner", "views", "launcher", "resources", "workloads.catalog",
                         "workloads.corpora", "workloads.races", "peers.catalog", "wire.world", "commands", ""},
     "cli": PURE | {"commands", ""},
     "__main__": {"cli"},
-    "": PURE | {"engine", "launcher", "planner", "telemetry", "wire", "workloads"},
+    "": PURE | {"checkpoint", "engine", "launcher", "planner", "telemetry", "wire", "workloads"},
 }
 """Parts by what they may import besides themselves; `""` is the package's own lazy names."""
 
-NO_TORCH = ("errors", "specs", "layout", "resources", "telemetry", "planner", "views", "widgets", "commands", "cli",
-            "workloads.catalog", "workloads.corpora", "peers.catalog", "launcher.launch", "launcher.run")
+NO_TORCH = ("errors", "specs", "layout", "resources", "telemetry", "planner", "views", "diagnosis", "widgets",
+            "commands", "cli", "workloads.catalog", "workloads.corpora", "peers.catalog", "checkpoint.manifest",
+            "launcher.launch", "launcher.run")
 
 
 def imports(path: Path, *, top_only: bool = False) -> set[str]:

@@ -20,7 +20,7 @@ _PACKAGES = ("dplab", "torch", "numpy", "psutil", "nvidia-ml-py", "cloudpickle",
 
 def add(verbs: Verbs) -> None:
     """Declares the verb."""
-    parser = verb(verbs, "doctor", doctor, about="tell what this machine can do, or where the ranks of a run stand",
+    parser = verb(verbs, "doctor", doctor, about="what this machine can do, or where a run stands and what would help",
                   example="dplab doctor RUN")
     parser.add_argument("run_id", nargs="?", metavar="RUN",
                         help="a run's id, the beginning of one, or a directory (default: the machine)")
@@ -119,8 +119,9 @@ def _run(run_id: str) -> Answer:
             row |= {"step": standing.step, "phase": standing.phase, "bucket": standing.bucket,
                     "seconds_ago": (now - standing.time) / 1e9 if lives else None}
         ranks.append(row)
+    diagnosis = run.diagnose()
     data = {"id": run.id, "state": run.state, "failure": run.failure, "stopped_by": run.stopped_by, "ranks": ranks,
-            "run_dir": str(run.path)}
+            "run_dir": str(run.path), "diagnosis": diagnosis.to_dict()}
     lines = [f"run {run.id}: {': '.join(filter(None, (run.state, run.failure or run.stopped_by)))}"]
     for row in ranks:
         where = row.get("note", "has noted nothing yet")
@@ -128,7 +129,7 @@ def _run(run_id: str) -> Answer:
             where = f"step {row['step']}, {row['phase']}" + (f", bucket {row['bucket']}" if row["bucket"] >= 0 else "")
             where += "" if row["seconds_ago"] is None else f", for {row['seconds_ago']:.1f} s"
         lines.append(f"  rank {row['rank']} ({'process ' + str(row['pid']) if row['lives'] else 'ended'}): {where}")
-    return Answer(data, "\n".join(lines))
+    return Answer(data, "\n".join([*lines, "", str(diagnosis)]))
 
 
 def _versions() -> dict[str, str | None]:

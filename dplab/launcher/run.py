@@ -21,6 +21,7 @@ from dplab.telemetry.state import read_state
 from dplab.telemetry.summary import Summary
 
 if TYPE_CHECKING:
+    from dplab.diagnosis.findings import Diagnosis
     from dplab.widgets.board import Board
 
 _POLL_SECONDS = 0.02
@@ -173,6 +174,12 @@ class Run:
         from dplab.widgets.board import Board
 
         return Board(self, **options)
+
+    def diagnose(self) -> Diagnosis:
+        """Where the run's time and memory go and what would help; where its ranks stand, if nothing moves."""
+        from dplab.diagnosis.diagnose import diagnose
+
+        return diagnose(self.path, cores=os.cpu_count())
 
     def compare(self, other: Run) -> Comparison:
         """What differs between this run and another: strategy, step, synchronisation, memory, bytes sent."""

@@ -20,7 +20,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType, ModuleType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 from dplab.errors import RunStopped, WireError
 from dplab.launcher import linux, payload
@@ -177,6 +177,12 @@ def _redirect(directory: Path) -> None:
     sys.stderr = open(2, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
     vars(sys).update(__stdin__=sys.stdin, __stdout__=sys.stdout, __stderr__=sys.stderr)
     faulthandler.enable(sys.stderr)
+    # whoever asks where this rank stands (`run.diagnose()`) gets its stacks here
+    faulthandler.register(signal.SIGUSR1, _private(directory / "stack.txt"), all_threads=True)
+
+
+def _private(path: Path) -> TextIO:
+    return open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "w", encoding="utf-8")  # noqa: SIM115
 
 
 def _reset_signals() -> None:

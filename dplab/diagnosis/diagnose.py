@@ -1,0 +1,43 @@
+"""`run.diagnose()`: the facts of a run, the rules over them, and where its ranks stand if it does not move."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from dplab.diagnosis.facts import Facts, gather
+from dplab.diagnosis.findings import Diagnosis, Finding
+from dplab.diagnosis.hang import hang
+from dplab.diagnosis.rules import RULES
+from dplab.telemetry.reader import RunReader
+from dplab.telemetry.rundir import ENDED, RunDirectory
+
+
+def diagnose(path: Path, *, cores: int | None) -> Diagnosis:
+    """Reads a run's directory; works while it runs and afterwards. `cores`: of the machine it ran on, if known.
+
+    Raises RunError where the directory cannot be read.
+    """
+    directory = RunDirectory(path)
+    spec = directory.spec
+    facts = gather(RunReader(path).poll(), world_size=spec.world_size, strategy=str(spec.strategy or "") or None,
+                   cores=cores)
+    found = findings(facts)
+    if directory.state() not in ENDED and (stuck := hang(directory, time.monotonic_ns())) is not None:
+        found = [stuck, *found]
+    return Diagnosis(run=path.name, summary=_summary(facts), findings=tuple(found))
+
+
+def findings(facts: Facts) -> list[Finding]:
+    """What the rules find, the most expensive first."""
+    if not facts.steps:
+        return []
+    found = [finding for rule in RULES if (finding := rule(facts)) is not None]
+    return sorted(found, key=lambda finding: -finding.cost)
+
+
+def _summary(facts: Facts) -> str:
+    if not facts.steps:
+        return "no step has ended yet on every rank, so there is nothing to judge"
+    busy = f"{facts.compute / facts.step:.0%} computing, {facts.exposed / facts.step:.0%} waiting for the wire"
+    return f"{facts.steps} steps on {facts.world_size} ranks, {facts.step:.1f} ms each: {busy}"

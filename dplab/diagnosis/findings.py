@@ -1,0 +1,54 @@
+"""A finding, and all of a run's: one sentence each for what was seen, what it costs and what would help."""
+
+from __future__ import annotations
+
+import html
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """`cost`: share of a step (0 to 1) that it takes. `gain`: share that the remedy is predicted to save; None where
+    nothing can be said. Both 0 to 1 and of the median step; memory findings cost no time."""
+
+    kind: str
+    what: str
+    evidence: str
+    remedy: str
+    cost: float = 0.0
+    gain: float | None = None
+
+    def __str__(self) -> str:
+        gain = "" if self.gain is None else f" (predicted: {self.gain:.0%} of a step)"
+        return f"{self.what}\n    seen: {self.evidence}\n    try:  {self.remedy}{gain}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Diagnosis:
+    """What `run.diagnose()` returns: the findings, the most expensive first."""
+
+    run: str
+    summary: str
+    findings: tuple[Finding, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return {"run": self.run, "summary": self.summary, "findings": [asdict(finding) for finding in self.findings]}
+
+    def __str__(self) -> str:
+        lines = [f"run {self.run}: {self.summary}"]
+        lines += [f"{place}. {finding}" for place, finding in enumerate(self.findings, 1)] or [
+            "nothing to complain of: no rule found a loss worth a remedy"]
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        rows = "".join(
+            f"<tr><td style='text-align:left'><b>{html.escape(f.what)}</b><br>{html.escape(f.evidence)}</td>"
+            f"<td style='text-align:left'>{html.escape(f.remedy)}</td>"
+            f"<td>{'' if f.gain is None else f'{f.gain:.0%}'}</td></tr>" for f in self.findings)
+        head = "<tr><th>finding</th><th>try</th><th>predicted gain, of a step</th></tr>"
+        table = f"<table>{head}{rows}</table>" if rows else "<p>nothing to complain of</p>"
+        return f"<div><b>Run {html.escape(self.run)}</b>: {html.escape(self.summary)}{table}</div>"

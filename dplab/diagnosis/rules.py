@@ -1,0 +1,171 @@
+"""The rules. Each looks at the facts of a run and returns a finding, or None; thresholds are the field's usual ones.
+
+Gains are predictions from the run's own medians: what would remain if the remedy took away exactly its part.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable
+
+from dplab.diagnosis.facts import Facts, RankFacts
+from dplab.diagnosis.findings import Finding
+from dplab.errors import UsageError
+from dplab.layout import bucket_cap
+from dplab.specs import Placement, Strategy
+
+COMMUNICATION = 0.30
+DATA = 0.10
+STRAGGLER = 0.15
+IMBALANCE = 0.10
+UTILIZATION = 80.0
+FRAGMENTATION = 0.20
+SMALL_BUCKET = 256 << 10
+MANY_BUCKETS = 8
+
+
+def communication(facts: Facts) -> Finding | None:
+    """More than 30 % of a step waits for the wire."""
+    share = facts.exposed / facts.step
+    if facts.world_size == 1 or share <= COMMUNICATION:
+        return None
+    remedy, kept = _less_wire(facts)
+    return Finding(kind="communication", cost=share, gain=share * (1 - kept), remedy=remedy,
+                   what=f"{share:.0%} of a step waits for the wire",
+                   evidence=f"of {facts.step:.1f} ms a step, {facts.exposed:.1f} ms are exposed synchronisation and "
+                            f"{facts.compute:.1f} ms computing (medians over steps and ranks)")
+
+
+def _less_wire(facts: Facts) -> tuple[str, float]:
+    """The cheapest way to send less a sample, and the part of the waiting that it leaves."""
+    strategy = _strategy(facts)
+    if facts.cores is not None and facts.world_size > facts.cores:
+        return (f"run {facts.cores} ranks: {facts.world_size} share {facts.cores} cores, and who waits for a core "
+                f"makes the others wait on the wire"), facts.cores / facts.world_size
+    if strategy is not None and strategy.sharding.params is Placement.SHARDED:
+        return f"'{strategy}' sends 3u a step and zero2 2u, where its memory allows", 2 / 3
+    if strategy is not None and strategy.precision.param is None and strategy.precision.autocast is None:
+        return f"'{_with(strategy, 'bf16')}': half the bytes", 1 / 2
+    if strategy is not None and strategy.accumulate == 1:
+        return f"'{_with(strategy, 'accum4')}': one synchronisation for four micro-batches", 1 / 4
+    return "a larger micro-batch, or more of them a window: as much is sent for more samples", 1 / 2
+
+
+def small_model(facts: Facts) -> Finding | None:
+    """One rank alone would be as fast as all of them together."""
+    n = facts.world_size
+    if n == 1 or facts.step < n * facts.compute:
+        return None
+    needed = facts.step / (n * facts.compute)
+    return Finding(kind="small-model", cost=1 - facts.compute / facts.step, gain=1 - 1 / needed,
+                   what=f"one rank alone is as fast as these {n}",
+                   evidence=f"a step takes {facts.step:.1f} ms, more than {n} times the {facts.compute:.1f} ms that a "
+                            f"rank computes in it",
+                   remedy=f"train on one rank; {n} pay from about {math.ceil(needed)} times the work a step (a larger "
+                          f"micro-batch, accumulation, a larger model)")
+
+
+def small_buckets(facts: Facts) -> Finding | None:
+    """Many reductions of little each: their latency adds up."""
+    if not facts.reductions or facts.reductions_a_step < MANY_BUCKETS:
+        return None
+    size = statistics.median(nbytes for nbytes, _ in facts.reductions)
+    total = size * facts.reductions_a_step
+    enough = max(1, math.ceil(total / bucket_cap(int(total), None)))
+    if size >= SMALL_BUCKET or enough >= facts.reductions_a_step:
+        return None
+    latency = min(ms for _, ms in facts.reductions)
+    saved = min(facts.exposed, (facts.reductions_a_step - enough) * latency) / facts.step
+    return Finding(kind="small-buckets", cost=facts.exposed / facts.step, gain=saved,
+                   what=f"gradients travel in {facts.reductions_a_step:.0f} small reductions a step",
+                   evidence=f"{size / 1024:.0f} KiB each, where even the quickest took {latency:.2f} ms",
+                   remedy=f"leave bucket_mb to its default, which makes about {enough} of them")
+
+
+def straggler(facts: Facts) -> Finding | None:
+    """One rank computes longer than the others, which wait for it."""
+    if len(facts.ranks) < 2:
+        return None
+    slow, its = max(facts.ranks.items(), key=lambda item: item[1].compute)
+    others = statistics.median(rank.compute for number, rank in facts.ranks.items() if number != slow)
+    behind = its.compute - others
+    if behind <= STRAGGLER * others:
+        return None
+    more = its.tokens > (1 + IMBALANCE) * statistics.median(r.tokens for n, r in facts.ranks.items() if n != slow)
+    mean = statistics.fmean(rank.compute for rank in facts.ranks.values())
+    return Finding(kind="imbalance" if more else "straggler", cost=behind / facts.step,
+                   gain=(its.compute - mean) / facts.step,
+                   what=f"rank {slow} computes {behind / others:.0%} longer than the others, and they wait for it",
+                   evidence=f"{its.compute:.1f} ms a step against {others:.1f} ms"
+                            + (f", for {its.tokens:,.0f} tokens a step, more than theirs" if more else ""),
+                   remedy="deal batches of equal length (sort or pack by length, or weigh with "
+                          "engine.backward(loss_sum, weight=tokens))" if more else
+                          "look at what else runs there and at its clock; a device that is slower for good wants a "
+                          "smaller share of the batch")
+
+
+def data(facts: Facts) -> Finding | None:
+    """Steps wait for their batches."""
+    share = statistics.median(rank.data for rank in facts.ranks.values()) / facts.step
+    if share <= DATA:
+        return None
+    return Finding(kind="data", cost=share, gain=share,
+                   what=f"{share:.0%} of a step waits for data",
+                   evidence=f"{share * facts.step:.1f} of {facts.step:.1f} ms lie in the loader",
+                   remedy="prepare batches in workers (torch.utils.data.DataLoader(num_workers=2) around the data "
+                          "set), or once before training")
+
+
+def utilization(facts: Facts) -> Finding | None:
+    """The device idles although neither wire nor loader takes the time."""
+    measured = [(rank, _device(of)) for rank, of in facts.ranks.items() if _device(of) is not None]
+    if not measured or communication(facts) or data(facts):
+        return None
+    rank, percent = min(measured, key=lambda each: each[1] or 0.0)
+    if percent is None or percent >= UTILIZATION:
+        return None
+    of = facts.ranks[rank]
+    device = "GPU" if of.gpu is not None else "core"
+    if device == "core" and facts.cores is not None and facts.world_size > facts.cores:
+        why = f"run {facts.cores} ranks: {facts.world_size} share {facts.cores} cores"
+    elif of.other > of.exposed:
+        why = f"look at what the program does between its steps: {of.other:.1f} ms of {of.step:.1f} are neither "\
+              f"computing nor synchronising"
+    else:
+        why = "kernels are too small to keep it busy: a larger micro-batch, or torch.compile of the units"
+    return Finding(kind="utilization", cost=1 - percent / 100, remedy=why,
+                   what=f"the {device} of rank {rank} is {percent:.0f} % busy",
+                   evidence=f"median of its samples; below {UTILIZATION:.0f} % with {of.exposed / of.step:.0%} of a "
+                            f"step on the wire and {of.data / of.step:.0%} on data")
+
+
+def fragmentation(facts: Facts) -> Finding | None:
+    """The allocator holds memory that no tensor uses."""
+    for rank, of in facts.ranks.items():
+        reserved, unused = of.memory.get("reserved", 0.0), of.memory.get("fragmentation", 0.0)
+        if reserved and unused / reserved > FRAGMENTATION:
+            return Finding(kind="fragmentation",
+                           what=f"{unused / reserved:.0%} of rank {rank}'s GPU memory is fragments",
+                           evidence=f"{reserved / 1e9:.2f} GB reserved, {unused / 1e9:.2f} GB of it in no tensor",
+                           remedy="set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before the start")
+    return None
+
+
+RULES: tuple[Callable[[Facts], Finding | None], ...] = (
+    communication, small_model, small_buckets, straggler, data, utilization, fragmentation)
+
+
+def _device(of: RankFacts) -> float | None:
+    return of.gpu if of.gpu is not None else of.cpu
+
+
+def _strategy(facts: Facts) -> Strategy | None:
+    try:
+        return None if facts.strategy is None else Strategy.parse(facts.strategy)
+    except UsageError:      # of a later version
+        return None
+
+
+def _with(strategy: Strategy, word: str) -> str:
+    return str(Strategy.parse(f"{strategy}+{word}"))

@@ -1,0 +1,155 @@
+"""The rules, on runs whose every figure is chosen: what is found, what it costs, what the remedy is said to gain."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from dplab.diagnosis.diagnose import findings
+from dplab.diagnosis.facts import gather
+from dplab.diagnosis.findings import Diagnosis, Finding
+from dplab.telemetry.events import Event
+
+MS = 1_000_000
+GOOD = {"compute": 90.0, "exposed": 5.0, "data": 2.0, "tokens": 1024, "cpu": 97.0}
+
+
+def step(rank: int, index: int, *, compute: float, exposed: float, data: float, tokens: int, cpu: float,
+         buckets: int = 1, bucket_bytes: int = 1 << 20, pause: float = 0.0, memory: dict[str, Any] | None = None,
+         ) -> Iterator[Event]:
+    """data, then forward, then backward whose reductions end with it, then nothing for 3 ms."""
+    at = base = index * 1000 * MS
+
+    def span(kind: str, name: str, ms: float, **attrs: Any) -> Event:
+        nonlocal at
+        begin, at = at, at + int(ms * MS)
+        return Event(kind, name, rank, index, begin, at, attrs)
+
+    if pause:
+        yield span("pause", "turn", pause)
+    yield span("data", "loader", data, samples=8, tokens=tokens)
+    yield span("forward", "GPT", compute / 3)
+    backward = span("backward", "GPT", 2 * compute / 3 + exposed)
+    for bucket in range(buckets):
+        begin = backward.t1 - int(exposed * MS) + int(bucket * exposed * MS / buckets)
+        end = begin + int(exposed * MS / buckets)
+        yield Event("collective", "reduce_scatter", rank, index, begin, end, {
+            "purpose": "grads", "bucket": bucket, "bytes": bucket_bytes, "exposed": end - begin})
+    yield backward
+    yield Event("gauge", "utilization", rank, index, at, at, {"cpu": cpu})
+    yield Event("gauge", "memory", rank, index, at, at, memory or {"params": 1})
+    yield Event("step", "train", rank, index, base, at + 3 * MS, {"micro_batches": 1, "moved": True})
+
+
+def found(ranks: int = 2, *, strategy: str | None = "ddp", cores: int | None = 8,
+          of: dict[int, dict[str, Any]] | None = None, **changed: Any) -> list[Finding]:
+    events = [event for index in range(12) for rank in range(ranks)
+              for event in step(rank, index, **{**GOOD, **changed, **((of or {}).get(rank, {}))})]
+    return findings(gather(events, world_size=ranks, strategy=strategy, cores=cores))
+
+
+def only(kind: str, *args: Any, **kwargs: Any) -> Finding:
+    seen = found(*args, **kwargs)
+    assert kind in [finding.kind for finding in seen], seen
+    return next(finding for finding in seen if finding.kind == kind)
+
+
+def test_a_good_run_has_no_finding() -> None:
+    assert found() == []
+    assert found(1, exposed=0.0, buckets=0) == []
+
+
+MORE = "a larger micro-batch, or more of them a window: as much is sent for more samples"
+
+
+@pytest.mark.parametrize(("strategy", "remedy", "left"), [
+    ("ddp", "'ddp+bf16': half the bytes", 1 / 2),
+    ("zero2+bf16", "'zero2+bf16+accum4': one synchronisation for four micro-batches", 1 / 4),
+    ("zero3", "'zero3' sends 3u a step and zero2 2u, where its memory allows", 2 / 3),
+    ("zero2+amp-bf16+accum2", MORE, 1 / 2), (None, MORE, 1 / 2)])
+def test_communication_above_thirty_percent(strategy: str | None, remedy: str, left: float) -> None:
+    seen = only("communication", 2, strategy=strategy, compute=55.0, exposed=40.0)
+    assert seen.what == "40% of a step waits for the wire"
+    assert seen.evidence.startswith("of 100.0 ms a step, 40.0 ms are exposed synchronisation and 55.0 ms computing")
+    assert seen.remedy == remedy
+    assert seen.cost == pytest.approx(0.4)
+    assert seen.gain == pytest.approx(0.4 * (1 - left))
+    assert not any(f.kind == "communication" for f in found(compute=71.0, exposed=29.0 - 5.0))
+
+
+def test_more_ranks_than_cores_is_told_before_anything_else() -> None:
+    seen = only("communication", 4, cores=2, compute=55.0, exposed=40.0)
+    assert seen.remedy.startswith("run 2 ranks: 4 share 2 cores")
+    assert only("utilization", 4, cores=2, cpu=48.0).remedy == "run 2 ranks: 4 share 2 cores"
+
+
+def test_one_rank_alone_would_be_as_fast() -> None:
+    seen = only("small-model", 4, compute=20.0, exposed=75.0)
+    assert seen.what == "one rank alone is as fast as these 4"
+    assert "a step takes 100.0 ms, more than 4 times the 20.0 ms" in seen.evidence
+    assert "4 pay from about 2 times the work a step" in seen.remedy
+    assert seen.gain == pytest.approx(1 - 0.8)
+
+
+def test_many_small_buckets() -> None:
+    seen = only("small-buckets", exposed=20.0, compute=75.0, buckets=40, bucket_bytes=16 << 10)
+    assert seen.what == "gradients travel in 40 small reductions a step"
+    assert seen.evidence == "16 KiB each, where even the quickest took 0.50 ms"
+    assert seen.gain == pytest.approx(39 * 0.5 / 100)
+    assert not any(f.kind == "small-buckets" for f in found(buckets=40, bucket_bytes=1 << 20))
+
+
+def test_a_rank_that_is_behind() -> None:
+    seen = only("straggler", 3, of={2: {"compute": 120.0}})
+    assert seen.what == "rank 2 computes 33% longer than the others, and they wait for it"
+    assert seen.gain == pytest.approx((120 - 100) / 100)
+    seen = only("imbalance", 3, of={1: {"compute": 120.0, "tokens": 2048}})
+    assert seen.what.startswith("rank 1 computes 33% longer")
+    assert "for 2,048 tokens a step, more than theirs" in seen.evidence
+    assert "engine.backward(loss_sum, weight=tokens)" in seen.remedy
+
+
+def test_waiting_for_data() -> None:
+    seen = only("data", data=25.0, compute=67.0)
+    assert seen.what == "25% of a step waits for data"
+    assert seen.cost == seen.gain == pytest.approx(0.25)
+
+
+def test_an_idle_device() -> None:
+    seen = only("utilization", cpu=60.0)
+    assert seen.what == "the core of rank 0 is 60 % busy"
+    assert "kernels are too small" in seen.remedy
+    assert "2.0 ms of 200.0" not in seen.remedy
+
+
+def test_fragments_of_gpu_memory() -> None:
+    seen = only("fragmentation", memory={"reserved": 10e9, "allocated": 6e9, "fragmentation": 4e9})
+    assert seen.what == "40% of rank 0's GPU memory is fragments"
+    assert "expandable_segments:True" in seen.remedy
+
+
+def test_pauses_and_the_first_steps_do_not_count() -> None:
+    events = [event for index in range(12) for rank in range(2) for event in step(
+        rank, index, **{**GOOD, **({"data": 500.0} if index < 2 else {}), "pause": 400.0 if index % 5 == 4 else 0.0})]
+    facts = gather(events, world_size=2, strategy="ddp", cores=8)
+    assert facts.step == pytest.approx(100.0)
+    assert facts.steps == 10
+    assert findings(facts) == []
+
+
+def test_the_most_expensive_comes_first_and_everything_is_told() -> None:
+    seen = found(compute=40.0, exposed=45.0, data=12.0)
+    assert [finding.kind for finding in seen] == sorted([f.kind for f in seen], key=lambda k: -only(
+        k, compute=40.0, exposed=45.0, data=12.0).cost)
+    told = Diagnosis(run="r", summary="12 steps", findings=tuple(seen))
+    assert str(told).startswith("run r: 12 steps\n1. ")
+    assert "(predicted: " in str(told)
+    assert told.to_dict()["findings"][0]["kind"] == seen[0].kind
+    assert "<table>" in told._repr_html_()
+    assert "nothing to complain of" in str(Diagnosis(run="r", summary="s", findings=()))
+
+
+def test_nothing_is_judged_before_a_step_has_ended() -> None:
+    assert findings(gather([], world_size=2, strategy="ddp", cores=2)) == []
