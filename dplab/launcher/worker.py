@@ -182,7 +182,7 @@ def _redirect(directory: Path) -> None:
 
 
 def _private(path: Path) -> TextIO:
-    return open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "w", encoding="utf-8")  # noqa: SIM115
+    return open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "w", encoding="utf-8")
 
 
 def _reset_signals() -> None:
