@@ -107,8 +107,8 @@ def adopt(world: World) -> None:
 def init(*, backend: str | None = None, device: str | torch.device | None = None) -> World:
     """Joins the world that this process was started into; call it once, early. Later calls return the same.
 
-    `backend`: `nccl`, `gloo`, or `shm` (CPU tensors, all ranks on one host); None: nccl where every rank of the
-    host has a GPU of its own, else gloo.
+    `backend`: `nccl`, `gloo`, or `shm` (CPU tensors, all ranks on one host). None: nccl where every rank of the host
+    has a GPU of its own, shm for CPU ranks of one x86-64 Linux host, else gloo.
     `device`: None: the GPU of this rank, else the CPU.
     """
     known = _world.get()
@@ -138,17 +138,21 @@ def _environment() -> dict[str, Any]:
     env = os.environ
     if "RANK" in env and "WORLD_SIZE" in env:
         rank, size = int(env["RANK"]), int(env["WORLD_SIZE"])
-        local_rank, local_size = int(env.get("LOCAL_RANK", rank)), int(env.get("LOCAL_WORLD_SIZE", size))
+        local_rank, told = int(env.get("LOCAL_RANK", rank)), env.get("LOCAL_WORLD_SIZE")
     elif "SLURM_PROCID" in env and int(env.get("SLURM_NTASKS", 1)) > 1:
         rank, size = int(env["SLURM_PROCID"]), int(env["SLURM_NTASKS"])
-        local_rank, local_size = int(env.get("SLURM_LOCALID", rank)), int(env.get("SLURM_NTASKS_PER_NODE", size))
+        local_rank, told = int(env.get("SLURM_LOCALID", rank)), env.get("SLURM_NTASKS_PER_NODE")
     else:
-        return {"rank": 0, "size": 1, "local_rank": 0, "local_size": 1, "rendezvous": None}
+        return {"rank": 0, "size": 1, "local_rank": 0, "local_size": 1, "one_host": True, "rendezvous": None}
     rendezvous = env.get("DPLAB_RENDEZVOUS") or ("env://" if "MASTER_ADDR" in env and "MASTER_PORT" in env else None)
     if size > 1 and rendezvous is None and not dist.is_initialized():
         raise UsageError(f"rank {rank} of {size} does not know where to meet the others; set MASTER_ADDR and "
                          f"MASTER_PORT, or start the program with torchrun or dplab.launch")
-    return {"rank": rank, "size": size, "local_rank": local_rank, "local_size": local_size, "rendezvous": rendezvous}
+    # where nobody says how many ranks this host has, they are taken for all, but only a file says that they are
+    local_size = size if told is None else int(told)
+    one_host = local_size == size and (told is not None or str(rendezvous).startswith("file:"))
+    return {"rank": rank, "size": size, "local_rank": local_rank, "local_size": local_size, "one_host": one_host,
+            "rendezvous": rendezvous}
 
 
 def _device(local_rank: int) -> torch.device:
@@ -160,7 +164,10 @@ def _device(local_rank: int) -> torch.device:
 
 
 def _backend(asked: str | None, device: torch.device, place: dict[str, Any]) -> str:
-    """nccl wants a GPU for each rank; more ranks than GPUs share them over gloo, and one line says so."""
+    """nccl wants a GPU for each rank; more ranks than GPUs share them over gloo, and one line says so.
+
+    CPU ranks that are known to be on one host share memory where the machine can do that.
+    """
     known, local_size = ("nccl", "gloo", "shm"), place["local_size"]
     if asked is not None and asked not in known:
         raise UsageError(f"backend {asked!r} is not known; use one of {', '.join(known)}")
@@ -175,7 +182,11 @@ def _backend(asked: str | None, device: torch.device, place: dict[str, Any]) -> 
         recorder.current().span("log", "backend", recorder.now(), recorder.now(),
                                 text=f"{local_size} ranks share {gpus} GPUs, over gloo")
         print(f"dplab: {local_size} ranks share {gpus} GPUs; they talk over gloo", flush=True)
-    return asked or ("nccl" if gpus and enough else "gloo")
+    if asked is not None:
+        return asked
+    if device.type == "cpu" and place["one_host"] and not without_shm():
+        return "shm"
+    return "nccl" if gpus and enough else "gloo"
 
 
 def _refuse_shm(device: torch.device, place: dict[str, Any]) -> None:
@@ -193,4 +204,9 @@ def without_shm() -> str:
     """Why this machine cannot have backend `shm`; empty where it can."""
     if not sys.platform.startswith("linux") or platform.machine() != "x86_64":
         return f"it counts on the memory order of x86-64 Linux, and this is {platform.machine()} {platform.system()}"
+    try:
+        for descriptor in (os.memfd_create("dplab"), os.pidfd_open(os.getpid())):
+            os.close(descriptor)
+    except (AttributeError, OSError) as error:
+        return f"this kernel or container gives no nameless memory, or no descriptors of processes ({error})"
     return ""

@@ -256,6 +256,30 @@ def test_a_machine_of_another_kind_is_refused() -> None:
             "Linux; use backend='gloo'") in done.stderr
 
 
+WHICH = """
+    import torch.distributed as dist
+    def stop(backend, **_):
+        raise SystemExit(f"{backend} it is")
+    dist.init_process_group = stop
+    import dplab
+    dplab.init(device="cpu")
+"""
+
+
+@pytest.mark.parametrize(("env", "backend"), [
+    ({"LOCAL_WORLD_SIZE": "2"}, "shm"), ({"DPLAB_RENDEZVOUS": "file:///nowhere"}, "shm"), ({}, "gloo"),
+    ({"LOCAL_WORLD_SIZE": "1"}, "gloo"), ({"LOCAL_WORLD_SIZE": "2", "DPLAB_BACKEND": "gloo"}, "gloo"),
+    ({"DPLAB_RENDEZVOUS": "file:///nowhere", "LOCAL_WORLD_SIZE": "1"}, "gloo")], ids=str)
+def test_cpu_ranks_known_to_be_on_one_host_share_memory(env: dict[str, str], backend: str) -> None:
+    assert f"{backend} it is" in start(WHICH, **env).stderr
+
+
+def test_a_kernel_without_nameless_memory_is_told() -> None:
+    done = start("import os; del os.memfd_create\nimport dplab; dplab.init(backend='shm')")
+    assert ("backend 'shm' cannot be used here: this kernel or container gives no nameless memory, or no descriptors "
+            "of processes (") in done.stderr
+
+
 def test_a_program_that_just_ends_ends_well(tmp_path: Path) -> None:
     program = textwrap.dedent("""
         import torch, dplab

@@ -16,7 +16,7 @@ import dplab
 from dplab.errors import UsageError, WireError
 from dplab.telemetry.recorder import NULL
 from dplab.wire.collectives import Collectives, Counters
-from dplab.wire.world import Mesh, World
+from dplab.wire.world import Mesh, World, without_shm
 from tests.worlds import in_processes, in_shm, in_threads
 
 WORLDS = [pytest.param(in_threads, size, id=f"threads-{size}") for size in (1, 2, 3, 4)] + [
@@ -232,7 +232,7 @@ def test_the_same_program_runs_under_torchrun(tmp_path: Any) -> None:
                           timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     for rank in range(2):  # the ranks share a pipe, and may share a line
-        assert f"rank {rank} of 2 over gloo agrees" in done.stdout
+        assert f"rank {rank} of 2 over {'gloo' if without_shm() else 'shm'} agrees" in done.stdout
 
 
 def test_a_program_that_just_ends_ends_well(tmp_path: Any) -> None:
@@ -249,7 +249,8 @@ def test_a_program_that_just_ends_ends_well(tmp_path: Any) -> None:
             engine.step()
     """))
     for turn in range(3):
-        env = {**os.environ, "WORLD_SIZE": "2", "DPLAB_RENDEZVOUS": f"file://{tmp_path}/meet-{turn}"}
+        env = {**os.environ, "WORLD_SIZE": "2", "DPLAB_RENDEZVOUS": f"file://{tmp_path}/meet-{turn}",
+               "DPLAB_BACKEND": "gloo"}
         ranks = [subprocess.Popen([sys.executable, str(program)], env={**env, "RANK": str(rank)},
                                   stderr=subprocess.PIPE, text=True) for rank in range(2)]
         told = [rank.communicate(timeout=60)[1] for rank in ranks]

@@ -13,11 +13,9 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
-import torch
-
 from dplab.errors import WireError
 from dplab.wire.shm.memory import Cuts, Place, Segment, Window
-from dplab.wire.shm.operation import Operation, Steps
+from dplab.wire.shm.operation import LOCK, Operation, Steps
 from dplab.wire.shm.peers import Peer, meet
 
 SLOTS = 64
@@ -168,8 +166,9 @@ class Channel:
             raise WireError(f"{text} on a group that has been destroyed")
         if self._broken is not None:
             raise WireError(self._broken)
-        number = self._count = self._count + 1
-        self._clear(number)
+        with LOCK:  # of two threads that issue at once, too, each has its own
+            number = self._count = self._count + 1
+            self._clear(number)
         said = text.encode()[:_TEXT_BYTES - 2]
         ticket = Ticket(self, number, struct.pack("H", len(said)) + said)
         start = (ticket.at + _TEXT) * 8

@@ -12,7 +12,6 @@ from dplab.wire.shm import placed, staged
 from dplab.wire.shm.group import ShmGroup
 from dplab.wire.shm.memory import HOMES
 
-
 STAGED_UP_TO = 64 << 10
 """Bytes of an all-reduce up to which copying in and out costs less than a second meeting of the ranks."""
 
