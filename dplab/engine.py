@@ -16,6 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from dplab.checkpoint.checkpoints import Checkpoints, Place, Stateful
+from dplab.checkpoint.saving import Saving
+from dplab.checkpoint.trained import Trained
 from dplab.core import build, norm
 from dplab.core.buffers import Buffers, Rule
 from dplab.core.census import Census
@@ -110,6 +113,8 @@ class Engine:
             self._gather_units([GatheredUnit(unit, [b for b in self._buckets if set(b.names) & set(dict(
                 unit.parameters))], self._recorder) for unit in found])
         self._full = Full(model, self._buckets, self._gathers, mesh)
+        self._checkpoints = Checkpoints(Trained(model, self._buckets, self._owned, self._full, self._reduction,
+                                                self._synced, mesh, world, self._recorder, str(strategy)))
         hook_parameters(self._reduction)
         refuse_copies(model)
         ForwardHooks(model, self._reduction, self._ledger, strategy.precision, world.device)
@@ -256,6 +261,25 @@ class Engine:
         """What this rank has sent so far, by collective: `count` and `bytes`. Not collective."""
         return {name: dict(row) for name, row in self.mesh.world.counters.rows.items()}
 
+    # ---- checkpoints; collective
+
+    def save(self, place: Place, *, wait: bool = True, limit: float = 60.0, **parts: Stateful) -> Saving:
+        """Writes a torch.distributed.checkpoint folder, complete or not there: weights (of the master copy), optimizer
+        state, loss scale, steps, random generators, and the state of `parts` (loader=..., scheduler=...).
+        `wait=False` writes a snapshot of this moment beside training; its `wait()`, or the next save or load, tells
+        of a failure. A name that ends in .safetensors gets the weights alone. Raises WireError naming the ranks that
+        have not called it within `limit` seconds; CheckpointError, on every rank, where a write failed."""
+        return self._checkpoints.save(place, wait=wait, limit=limit, steps=self._steps, parts=parts)
+
+    def load(self, place: Place, *, strict: bool = True, optimizer: bool = True, limit: float = 60.0,
+             **parts: Stateful) -> int:
+        """Loads what `save`, FSDP2 or a single process wrote, under any strategy on any number of ranks; returns its
+        steps. Raises UsageError, on every rank, for other names or shapes (`strict=False` loads what fits);
+        CheckpointError for a torn one. Weights alone: `optimizer=False`, or a .safetensors file."""
+        self.zero_grad()
+        self._steps = self._checkpoints.load(place, strict=strict, optimizer=optimizer, limit=limit, parts=parts)
+        return self._steps
+
     # ---- hooks
 
     def _gather_units(self, units: Sequence[GatheredUnit]) -> None:
@@ -277,8 +301,9 @@ class Engine:
         raise StateError("model.compile() after dplab.parallelize would take the gathers into the graph; compile the "
                          "model's units (model.blocks[0].compile(), ...)")
 
-    def _refuse_state_dict(self, *_: Any) -> None:
-        if not all(bucket.params.resident for bucket in self._buckets):
+    def _refuse_state_dict(self, _module: nn.Module, _prefix: str, keep_vars: bool) -> None:
+        # the parameters themselves may be listed: each refuses to be read
+        if not keep_vars and not all(bucket.params.resident for bucket in self._buckets):
             raise StateError("model.state_dict() has no values while the parameters are sharded; call "
                              "engine.full_state_dict(), or read it inside engine.gathered()")
 

@@ -31,6 +31,10 @@ class WireError(DplabError, RuntimeError):
     """A collective failed, timed out or met a different one on another rank."""
 
 
+class CheckpointError(DplabError, RuntimeError):
+    """A checkpoint could not be written, or what lies on disk is none, or is damaged."""
+
+
 class RunStopped(DplabError):
     """Raised by `engine.step()` on all ranks at the same step after somebody asked the run to stop."""
 

@@ -36,7 +36,7 @@ class Buffers:
                     taken.add(buffer)
                     self._places.append((module, name))
         self._laid = [(t.shape, t.dtype) for t in self._now() if t is not None]
-        self._remember()
+        self.settle()
 
     def said(self) -> list[int]:
         """One number a buffer: what has become of it here since the last `sync`.
@@ -68,7 +68,7 @@ class Buffers:
                 for tensor, part in zip(tensors, torch.split(flat, [p.numel() for p in plain]), strict=True):
                     # a clone: a view of another dtype wants its own alignment
                     tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))
-        self._remember()
+        self.settle()
 
     def _average(self, tensors: Sequence[torch.Tensor]) -> None:
         flat = torch.cat([t.reshape(-1) for t in tensors])
@@ -81,6 +81,7 @@ class Buffers:
     def _now(self) -> list[torch.Tensor | None]:
         return [module._buffers.get(name) for module, name in self._places]
 
-    def _remember(self) -> None:
+    def settle(self) -> None:
+        """The values are the same on all ranks as they are now."""
         # the tensor itself, not its id: an id may be given to another one
         self._seen = [(tensor, 0 if tensor is None else tensor._version) for tensor in self._now()]

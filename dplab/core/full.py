@@ -38,8 +38,8 @@ class Full:
 
     def __init__(self, model: nn.Module, buckets: Sequence[Bucket], gathers: Gathers | None, mesh: Mesh) -> None:
         self.model, self.buckets, self.gathers, self.mesh = model, buckets, gathers, mesh
-        self._plain = Plain(model)
-        self._slots = {self._plain(name): (bucket, slot) for bucket in buckets
+        self.plain = Plain(model)
+        self._slots = {self.plain(name): (bucket, slot) for bucket in buckets
                        for slot, name in enumerate(bucket.names)}
         self.writable = False
 
@@ -77,7 +77,7 @@ class Full:
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The plain model's state_dict on the CPU; a master copy's values rather than their rounding."""
         with self.read():
-            state = {self._plain(name): value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
+            state = {self.plain(name): value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
                      for name, value in self.model.state_dict().items()}
         exact: dict[nn.Parameter, torch.Tensor] = {}
         for bucket in self.buckets:
@@ -85,15 +85,15 @@ class Full:
             if bucket.params.master is not None:
                 exact |= zip(bucket.parameters, [t.cpu() for t in bucket.whole(bucket.params.master)], strict=True)
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
-            if parameter in exact and self._plain(name) in state:
-                state[self._plain(name)] = exact[parameter].clone()
+            if parameter in exact and self.plain(name) in state:
+                state[self.plain(name)] = exact[parameter].clone()
         return state
 
     def grad(self, name: str) -> torch.Tensor | None:
         """The averaged gradient of a parameter once the window is closed; None where no rank has one."""
-        if self._plain(name) not in self._slots:
+        if self.plain(name) not in self._slots:
             raise UsageError(f"parameter {name!r} is not in the model; names are as in model.named_parameters()")
-        bucket, slot = self._slots[self._plain(name)]
+        bucket, slot = self._slots[self.plain(name)]
         return bucket.full_grad(slot) if bucket.trainable else None
 
     def check_agreement(self) -> None:

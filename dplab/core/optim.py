@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import types
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,14 +67,17 @@ class OwnedOptimizer:
 
     def __init__(self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket], *, whole: bool) -> None:
         self.optimizer, self._whole = optimizer, whole
-        self._element_wise = all(self._cuts(group) for group in optimizer.param_groups)
+        self.element_wise = all(self._cuts(group) for group in optimizer.param_groups)
         self._place = {parameter: (bucket, slot) for bucket in buckets
                        for slot, parameter in enumerate(bucket.parameters) if bucket.trainable}
         self._grouped: set[nn.Parameter] = set()
         # some optimizers (Adagrad) make their state at once
         early, optimizer.state = optimizer.state, defaultdict(dict)
         self.runs: list[list[Run]] = []
+        self.members: list[list[nn.Parameter]] = []
+        """the model's own parameters of each group, as the user put them there"""
         for group in optimizer.param_groups:
+            self.members.append(list(group["params"]))
             self.runs.append(self._runs(group["params"]))
             group["params"] = [run.parameter for run in self.runs[-1]]
             for run in self.runs[-1]:
@@ -88,26 +91,32 @@ class OwnedOptimizer:
 
     def add_group(self, group: dict[str, Any]) -> None:
         """As torch.optim.Optimizer.add_param_group: the model's parameters that no group has had so far."""
-        given = [group["params"]] if isinstance(group["params"], torch.Tensor) else list(group["params"])
+        given: list[Any] = [group["params"]] if isinstance(group["params"], torch.Tensor) else list(group["params"])
         for parameter in given:
             if parameter not in self._place or parameter in self._grouped:
                 why = "is in another group already" if parameter in self._grouped else \
                     "was not trained when the model was wrapped"
                 raise UsageError(f"add_param_group: a parameter of shape {tuple(parameter.shape)} {why}; add what the "
                                  f"model trained from the start and no group has")
-        if self._cuts({**self.optimizer.defaults, **group, "params": given}) != self._element_wise:
+        if self._cuts({**self.optimizer.defaults, **group, "params": given}) != self.element_wise:
             raise UsageError("add_param_group: the other groups can be cut element by element and this one cannot; "
                              "give it the options of theirs")
         runs = self._runs(given)
         type(self.optimizer).add_param_group(self.optimizer, {**group, "params": [run.parameter for run in runs]})
         self.runs.append(runs)
+        self.members.append(given)
+
+    def split(self, fate: Callable[[Bucket, int], Hashable]) -> None:
+        """Cuts runs, and their state, wherever two slots that follow each other have different fates."""
+        for group, runs in zip(self.optimizer.param_groups, self.runs, strict=True):
+            if any(len({fate(run.bucket, slot) for slot in run.slots}) > 1 for run in runs):
+                runs[:] = [piece for run in runs for piece in self._split(run, fate)]
+                group["params"] = [run.parameter for run in runs]
 
     def step(self) -> None:
         """One step of every run that moved; the others keep their state as it is."""
-        for group, runs in zip(self.optimizer.param_groups, self.runs, strict=True):
-            if any(len({run.bucket.moved[slot] for slot in run.slots}) > 1 for run in runs):
-                runs[:] = [piece for run in runs for piece in self._split(run)]
-                group["params"] = [run.parameter for run in runs]
+        self.split(lambda bucket, slot: bucket.moved[slot])
+        for runs in self.runs:
             for run in runs:
                 assert run.bucket.grads is not None
                 moved = run.bucket.moved[run.slots[0]]
@@ -144,11 +153,11 @@ class OwnedOptimizer:
         mine = [parameter for parameter in parameters if parameter in self._place]
         self._grouped |= set(mine)
         places = sorted((self._place[p] for p in mine), key=lambda at: (at[0].index, at[1]))
-        return _merged(places) if self._element_wise else _whole_slots(places)
+        return _merged(places) if self.element_wise else _whole_slots(places)
 
-    def _split(self, run: Run) -> list[Run]:
+    def _split(self, run: Run, fate: Callable[[Bucket, int], Hashable]) -> list[Run]:
         """Cuts a run where its slots' fates differ; every piece takes its part of the state along."""
-        fates = [run.bucket.moved[slot] for slot in run.slots]
+        fates = [fate(run.bucket, slot) for slot in run.slots]
         if len(set(fates)) == 1:
             return [run]
         bounds = {slot: (start, stop) for slot, start, stop in run.bucket.owned_slots()}

@@ -18,7 +18,7 @@ from dplab.core import absent
 from dplab.core.precision import Dtypes
 from dplab.errors import StateError
 from dplab.layout import FlatLayout
-from dplab.wire.collectives import DONE, Collectives, Pending
+from dplab.wire.collectives import DONE, Collectives, Pending, Purpose
 
 
 class _Stepped:
@@ -91,11 +91,11 @@ class Resident(_Stepped):
     def gathered_bytes(self) -> int:
         return 0
 
-    def publish(self, bucket: int) -> Pending:
+    def publish(self, bucket: int, purpose: Purpose = "params") -> Pending:
         """All-gathers what each rank has updated; the module's parameters change when the pending is waited."""
         torch.autograd.graph.increment_version(self.parameters)
         self.settle()
-        return self.axis.all_gather(self.flat, bucket=bucket)
+        return self.axis.all_gather(self.flat, purpose=purpose, bucket=bucket)
 
     def unshard(self, bucket: int) -> Pending:
         return DONE
@@ -171,7 +171,7 @@ class Sharded(_Stepped):
         """The slot in which a view of the full buffer begins."""
         return bisect.bisect_right(self.layout.slots, int(view.storage_offset()), key=lambda slot: slot.start) - 1
 
-    def publish(self, bucket: int) -> Pending:
+    def publish(self, bucket: int, purpose: Purpose = "params") -> Pending:
         """Nothing travels: the next unshard brings the new values. What was gathered must have been let go of."""
         assert not self.resident
         torch.autograd.graph.increment_version(self.parameters)

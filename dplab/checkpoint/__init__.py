@@ -1,0 +1,1 @@
+"""Checkpoints: what the ranks hold, as logical tensors by name, on disk and back."""

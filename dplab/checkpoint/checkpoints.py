@@ -1,0 +1,166 @@
+"""`engine.save` and `engine.load`: what is collected, what is agreed on, in which order it is put back."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+from dplab.checkpoint import chance
+from dplab.checkpoint.folder import Folder
+from dplab.checkpoint.model import ModelState
+from dplab.checkpoint.optimizer import OptimizerState
+from dplab.checkpoint.pieces import Leaf, Path, Share
+from dplab.checkpoint.saving import Job, Saving, agree
+from dplab.checkpoint.trained import Trained
+from dplab.errors import CheckpointError, StateError, UsageError
+from dplab.telemetry.recorder import now
+from dplab.wire.rollcall import RollCall
+
+if TYPE_CHECKING:
+    from dplab.checkpoint.reading import Stored
+
+FORMAT = 1
+GENERAL: Path = ("dplab", "general")
+Place = str | os.PathLike[str]
+
+
+class Stateful(Protocol):
+    """A scheduler, a loader: what has a state that can be taken and given back."""
+
+    def state_dict(self) -> Any: ...
+    def load_state_dict(self, state: Any) -> Any: ...
+
+
+class Checkpoints:
+    """Saves and loads one engine. Made on all ranks together; its verbs are collective."""
+
+    def __init__(self, trained: Trained) -> None:
+        self.trained = trained
+        self._calls = RollCall(trained.world, "checkpoints")
+        self._beside = RollCall(trained.world, "checkpoints beside training")
+        self._last: Saving | None = None
+
+    def save(self, place: Place, *, wait: bool, limit: float, steps: int, parts: Mapping[str, Stateful],
+             done: Callable[[], None] = lambda: None) -> Saving:
+        """As `Engine.save`; `done` is called by rank 0 when the checkpoint is complete."""
+        what = f"engine.save({str(place)!r})"
+        self._end_last()
+        problem, job = None, None
+        try:
+            folder = Folder(place)
+            self._refuse_moment(what)
+            folder.refuse_other_content()
+            model, optimizer = ModelState(self.trained), OptimizerState(self.trained)
+            for bucket in self.trained.buckets:
+                bucket.params.refresh_master()
+            share = Share.of([*model.items(), *optimizer.items(), *self._general(steps, parts)])
+            order: list[Path] = [("model", name) for name in model.entries]
+            aliases: dict[Path, Path] = {("model", name): ("model", first) for name, first in model.tied.items()}
+            job = Job(folder, self.trained.world.rank, share, order, aliases, self.trained.recorder, done)
+        except Exception as error:
+            problem = error
+        agree(self._calls, problem, what=what, limit=limit, said=str(place),
+              also=None if job is None else job.folder.begin)
+        assert job is not None
+        if wait:
+            return Saving(job, self._calls, background=False)
+        began = now()
+        snapshot = Job(job.folder, job.rank, job.share.copied(), job.order, job.aliases, job.recorder, done)
+        self._last = Saving(snapshot, self._beside, background=True)
+        self.trained.recorder.span("checkpoint", "snapshot", began, now(), bytes=snapshot.share.nbytes)
+        return self._last
+
+    def load(self, place: Place, *, strict: bool, optimizer: bool, limit: float, parts: Mapping[str, Stateful]) -> int:
+        """As `Engine.load`."""
+        what, began = f"engine.load({str(place)!r})", now()
+        self._end_last()
+        problem = None
+        try:
+            from dplab.checkpoint.reading import Stored  # imports for half as long as torch itself
+
+            self._refuse_inside(what)
+            stored = Stored(Folder(place).readable())
+            model, state = ModelState(self.trained), OptimizerState(self.trained)
+            paths = model.check(stored, strict=strict)
+            if optimizer:
+                state.check(stored, strict=strict)
+            general = self._read_general(stored, parts, optimizer=optimizer)
+        except Exception as error:
+            problem = error
+        agree(self._calls, problem, what=what, limit=limit, said=str(place))
+        if self.trained.full.gathers is not None:
+            self.trained.full.gathers.release()
+        nbytes = 0
+        try:
+            nbytes = model.read(stored, paths) + (state.read(stored) if optimizer else 0)
+            self._restore(stored, general, parts)
+        except Exception as error:
+            problem = CheckpointError(f"{what} failed halfway, so that weights and state are not to be used: "
+                                      f"{error if isinstance(error, CheckpointError) else repr(error)}")
+            problem.__cause__ = error
+        agree(self._calls, problem, what=what)
+        for pending in [bucket.params.publish(bucket.index, "init") for bucket in self.trained.buckets]:
+            pending.wait()
+        self.trained.buffers.settle()
+        self.trained.recorder.span("checkpoint", "load", began, now(), bytes=nbytes)
+        return int(general.get("steps", 0))
+
+    def _end_last(self) -> None:
+        """The save under way comes first; one that failed is told now."""
+        last, self._last = self._last, None
+        if last is not None:
+            last.wait()
+
+    def _refuse_inside(self, what: str) -> None:
+        self.trained.full.refuse_inside(what)
+
+    def _refuse_moment(self, what: str) -> None:
+        self._refuse_inside(what)
+        if self.trained.reduction.window.backwards:
+            raise StateError(f"{what} was called between a backward and engine.step(), where there are gradients that "
+                             f"a checkpoint does not hold; call it after engine.step()")
+
+    def _general(self, steps: int, parts: Mapping[str, Stateful]) -> list[Leaf]:
+        """What is neither model nor optimizer; the generators of every rank, the rest rank 0's."""
+        trained = self.trained
+        leaves = [Leaf.of(("dplab", "ranks", str(trained.world.rank)), chance.generators(trained.world.device))]
+        if trained.world.rank == 0:
+            scaler = trained.reduction.scaler
+            leaves.append(Leaf.of(GENERAL, {
+                "format": FORMAT, "steps": steps, "world_size": trained.world.size, "strategy": trained.strategy,
+                "optimizer": type(trained.optimizer.optimizer).__name__,
+                "scaler": None if scaler is None else {"scale": scaler.scale, "good": scaler.good}}))
+            for name, part in parts.items():
+                if not hasattr(part, "state_dict") or not hasattr(part, "load_state_dict"):
+                    raise UsageError(f"{name}={type(part).__name__} has no state to save; give what has state_dict() "
+                                     f"and load_state_dict() (a loader, a scheduler)")
+                leaves.append(Leaf.of(("dplab", "parts", name), part.state_dict()))
+        return leaves
+
+    def _read_general(self, stored: Stored, parts: Mapping[str, Stateful], *, optimizer: bool) -> dict[str, Any]:
+        """The same, as far as a checkpoint has it; another tool's has none. Raises UsageError for what cannot be."""
+        general = stored.value(GENERAL) if GENERAL in stored.paths else {}
+        if not isinstance(general, dict) or general.get("format", FORMAT) != FORMAT:
+            raise UsageError(f"checkpoint {stored.folder} was written by a newer dplab; load it with that")
+        mine = type(self.trained.optimizer.optimizer).__name__
+        if optimizer and general.get("optimizer", mine) != mine:
+            raise UsageError(f"checkpoint {stored.folder} holds the state of {general['optimizer']}, and the optimizer "
+                             f"is {mine}; use the one that was saved, or load the weights alone with optimizer=False")
+        for name in parts:
+            if ("dplab", "parts", name) not in stored.paths:
+                has = ", ".join(str(path[2]) for path in stored.under("dplab", "parts")) or "none"
+                raise UsageError(f"checkpoint {stored.folder} holds no state of {name!r}; it holds {has}")
+        return general
+
+    def _restore(self, stored: Stored, general: dict[str, Any], parts: Mapping[str, Stateful]) -> None:
+        trained = self.trained
+        scaler, saved = trained.reduction.scaler, general.get("scaler")
+        if scaler is not None and saved is not None:
+            scaler.scale, scaler.good = float(saved["scale"]), int(saved["good"])
+        for name, part in parts.items():
+            part.load_state_dict(stored.value(("dplab", "parts", name)))
+        path: Path = ("dplab", "ranks", str(trained.world.rank))
+        # generators of another number of ranks belong to other data
+        if general.get("world_size") == trained.world.size and path in stored.paths:
+            chance.restore(stored.value(path), trained.world.device)

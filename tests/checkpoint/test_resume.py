@@ -1,0 +1,63 @@
+"""H33: what was saved goes on as if nothing had happened, on the same ranks to the bit, on others to rounding."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+
+from dplab.specs import SHARDINGS
+from tests.checkpoint.programs import moments, odd, run, same, train, two_groups, wrap
+from tests.worlds import STRATEGIES, Uneven, build, in_threads
+
+NAMES = list(SHARDINGS)
+
+
+def close(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor], rtol: float = 1e-10) -> None:
+    assert list(first) == list(second)
+    for name in first:
+        torch.testing.assert_close(first[name], second[name], rtol=rtol, atol=rtol, msg=name)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("at", [1, 3])
+def test_killed_and_resumed_is_uninterrupted_to_the_bit(strategy: str, at: int, tmp_path: Path) -> None:
+    model = build(Uneven, torch.float32)
+    whole = in_threads(3, run, model, strategy, (0, 5), rows=3)[0]
+    in_threads(3, run, model, strategy, (0, at), rows=3, save=tmp_path / "saved")
+    assert same(in_threads(3, run, model, strategy, (at, 5), rows=3, load=tmp_path / "saved")[0], whole)
+
+
+@functools.cache
+def uninterrupted() -> dict[str, torch.Tensor]:
+    return in_threads(1, run, odd(), "ddp", (0, 4), optimizer=two_groups)[0]
+
+
+@pytest.mark.parametrize(("before", "after"), list(itertools.product(NAMES, NAMES)))
+def test_h33_every_strategy_into_every_other_on_more_and_fewer_ranks(before: str, after: str, tmp_path: Path) -> None:
+    model, whole = odd(), uninterrupted()
+    in_threads(2, run, model, before, (0, 2), save=tmp_path / "two", optimizer=two_groups)
+    three = in_threads(3, run, model, f"{after}+bucket_mb=1e-05", (2, 4), load=tmp_path / "two", optimizer=two_groups)
+    one = in_threads(1, run, model, after, (2, 4), load=tmp_path / "two", optimizer=two_groups)
+    close(three[0], whole)
+    close(one[0], whole)
+
+
+@pytest.mark.parametrize("names", [("zero2", "zero3", "ddp", "zero1"), ("zero3", "ddp", "zero1", "zero2")])
+def test_h33_chain_of_2_3_4_1_with_moments_element_by_element(names: tuple[str, ...], tmp_path: Path) -> None:
+    model, place = odd(), None
+    for turn, (size, strategy) in enumerate(zip((2, 3, 4, 1), names, strict=True)):
+        last, place = place, tmp_path / str(turn)
+        in_threads(size, run, model, strategy, (turn, turn + 1), load=last, save=place, optimizer=two_groups)
+
+    def state(load: Path | None, span: tuple[int, int]) -> dict[str, torch.Tensor]:
+        engine = wrap(model, "ddp", two_groups)
+        if load is not None:
+            engine.load(load)
+        train(engine, *span)
+        return moments(engine)
+
+    close(in_threads(1, state, place, (0, 0))[0], in_threads(1, state, None, (0, 4))[0])
