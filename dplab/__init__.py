@@ -16,6 +16,7 @@ _HOME = {
     "World": "wire.world",
     "parallelize": "engine",
     "Engine": "engine",
+    "CheckpointManager": "checkpoint.manager",
     "loader": "workloads.loader",
     "gather": "workloads.loader",
     "Placement": "specs",
@@ -32,7 +33,9 @@ _HOME = {
     "estimate": "planner.footprint",
     "explain": "planner.explain",
     "plan": "planner.search",
+    "calibrate": "planner.calibrate",
     "DplabError": "errors",
+    "CheckpointError": "errors",
     "RankFailed": "errors",
 }
 """Where each public name lives, below `dplab`."""
@@ -40,14 +43,17 @@ _HOME = {
 __all__ = [*sorted(_HOME), "__version__"]
 
 if TYPE_CHECKING:  # `as` re-exports: type checkers see the public names, nothing is imported
+    from dplab.checkpoint.manager import CheckpointManager as CheckpointManager
     from dplab.engine import Engine as Engine
     from dplab.engine import parallelize as parallelize
+    from dplab.errors import CheckpointError as CheckpointError
     from dplab.errors import DplabError as DplabError
     from dplab.errors import RankFailed as RankFailed
     from dplab.launcher.launch import launch as launch
     from dplab.launcher.run import Run as Run
     from dplab.launcher.run import attach as attach
     from dplab.launcher.run import runs as runs
+    from dplab.planner.calibrate import calibrate as calibrate
     from dplab.planner.explain import explain as explain
     from dplab.planner.footprint import estimate as estimate
     from dplab.planner.search import plan as plan

@@ -102,7 +102,7 @@ class Engine:
         self.optimizer = made
         self._census, self._synced = Census(model, self._buckets), Buffers(model, buffers, mesh.world)
         mesh.world.counters.labels |= {bucket.index: bucket.label for bucket in self._buckets}
-        self._reduction = Reduction(trainable, mesh, self._recorder, model=Model(self._census, self._synced),
+        self._reduction = Reduction(trainable, mesh, self._recorder, model=Model(self._census, self._synced, self._owned),
                                     accumulate=strategy.accumulate, every_backward=strategy.reduces_every_backward,
                                     scaler=LossScaler() if scales_loss(strategy.precision) else None)
         for pool in pools:
@@ -113,14 +113,14 @@ class Engine:
             self._gather_units([GatheredUnit(unit, [b for b in self._buckets if set(b.names) & set(dict(
                 unit.parameters))], self._recorder) for unit in found])
         self._full = Full(model, self._buckets, self._gathers, mesh)
-        self._checkpoints = Checkpoints(Trained(model, self._buckets, self._owned, self._full, self._reduction,
+        self.checkpoints = Checkpoints(Trained(model, self._buckets, self._owned, self._full, self._reduction,
                                                 self._synced, mesh, world, self._recorder, str(strategy)))
         hook_parameters(self._reduction)
         refuse_copies(model)
         ForwardHooks(model, self._reduction, self._ledger, strategy.precision, world.device)
         made.zero_grad = model.zero_grad = self.zero_grad  # type: ignore[method-assign]
         self._step_began = now()
-        self._steps = 0
+        self.steps = 0
         self._losses: list[tuple[torch.Tensor, float]] = []
         """loss and weight of each backward of the window"""
 
@@ -174,6 +174,7 @@ class Engine:
         self._recorder.phase("optimizer")
         moved = not overflow and any(any(bucket.moved) for bucket in reduction.buckets)
         if moved:
+            self._owned.run_hooks(before=True)
             for bucket in reduction.buckets:
                 bucket.params.refresh_master()
             self._owned.step()
@@ -185,6 +186,7 @@ class Engine:
         if moved:
             for pending in [bucket.params.publish(bucket.index) for bucket in reduction.buckets]:
                 pending.wait()
+            self._owned.run_hooks(before=False)
         self._synced.sync(reduction.window.buffers)
         self._end_step(moved)
         return moved
@@ -193,6 +195,7 @@ class Engine:
         """Forgets the gradients of this window, and the window with them. (They are None afterwards either way.)"""
         self._losses.clear()
         self._reduction.reset()
+        self._owned.close()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor | None:
         """Clips the averaged gradients to a global norm; returns the norm before, the same tensor on all ranks.
@@ -211,6 +214,7 @@ class Engine:
             self._reduction.close()
         for bucket in self._reduction.buckets:
             bucket.take_edits()
+        self._owned.show_cut()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -269,7 +273,7 @@ class Engine:
         `wait=False` writes a snapshot of this moment beside training; its `wait()`, or the next save or load, tells
         of a failure. A name that ends in .safetensors gets the weights alone. Raises WireError naming the ranks that
         have not called it within `limit` seconds; CheckpointError, on every rank, where a write failed."""
-        return self._checkpoints.save(place, wait=wait, limit=limit, steps=self._steps, parts=parts)
+        return self.checkpoints.save(place, wait=wait, limit=limit, steps=self.steps, parts=parts)
 
     def load(self, place: Place, *, strict: bool = True, optimizer: bool = True, limit: float = 60.0,
              **parts: Stateful) -> int:
@@ -277,8 +281,8 @@ class Engine:
         steps. Raises UsageError, on every rank, for other names or shapes (`strict=False` loads what fits);
         CheckpointError for a torn one. Weights alone: `optimizer=False`, or a .safetensors file."""
         self.zero_grad()
-        self._steps = self._checkpoints.load(place, strict=strict, optimizer=optimizer, limit=limit, parts=parts)
-        return self._steps
+        self.steps = self.checkpoints.load(place, strict=strict, optimizer=optimizer, limit=limit, parts=parts)
+        return self.steps
 
     # ---- hooks
 
@@ -318,7 +322,7 @@ class Engine:
         try:
             yield
         except WireError as error:
-            raise WireError(f"in step {self._steps + 1}, after {self._steps} that every rank ended: {error}") from error
+            raise WireError(f"in step {self.steps + 1}, after {self.steps} that every rank ended: {error}") from error
 
     def _end_step(self, moved: bool) -> None:
         reduction, end = self._reduction, now()
@@ -335,8 +339,8 @@ class Engine:
         self._recorder.span("step", "train", self._step_began, end, micro_batches=micro_batches, moved=moved)
         self._recorder.step += 1
         self._step_began = end
-        self._steps += 1
-        reduction.reset()
+        self.steps += 1
+        self.zero_grad()
         if stop:
             self._recorder.flush()
             raise RunStopped(f"the run was asked to stop; it ended after step {self._recorder.step - 1}")

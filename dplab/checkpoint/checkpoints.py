@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from dplab.checkpoint import chance
+from dplab.checkpoint import chance, pieces
 from dplab.checkpoint.folder import Folder
 from dplab.checkpoint.model import ModelState
 from dplab.checkpoint.optimizer import OptimizerState
-from dplab.checkpoint.pieces import Leaf, Path, Share
+from dplab.checkpoint.pieces import Leaf, Share
 from dplab.checkpoint.saving import Job, Saving, agree
+from dplab.checkpoint.tensorfile import Export, Import, is_tensor_file
 from dplab.checkpoint.trained import Trained
 from dplab.errors import CheckpointError, StateError, UsageError
 from dplab.telemetry.recorder import now
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
     from dplab.checkpoint.reading import Stored
 
 FORMAT = 1
-GENERAL: Path = ("dplab", "general")
+GENERAL: pieces.Path = ("dplab", "general")
 Place = str | os.PathLike[str]
 
 
@@ -46,6 +48,8 @@ class Checkpoints:
         """As `Engine.save`; `done` is called by rank 0 when the checkpoint is complete."""
         what = f"engine.save({str(place)!r})"
         self._end_last()
+        if is_tensor_file(place):
+            return self._export(Path(place), what, wait=wait, limit=limit, parts=parts)
         problem, job = None, None
         try:
             folder = Folder(place)
@@ -55,8 +59,9 @@ class Checkpoints:
             for bucket in self.trained.buckets:
                 bucket.params.refresh_master()
             share = Share.of([*model.items(), *optimizer.items(), *self._general(steps, parts)])
-            order: list[Path] = [("model", name) for name in model.entries]
-            aliases: dict[Path, Path] = {("model", name): ("model", first) for name, first in model.tied.items()}
+            order: list[pieces.Path] = [("model", name) for name in model.entries]
+            aliases: dict[pieces.Path, pieces.Path] = {
+                ("model", name): ("model", first) for name, first in model.tied.items()}
             job = Job(folder, self.trained.world.rank, share, order, aliases, self.trained.recorder, done)
         except Exception as error:
             problem = error
@@ -64,10 +69,11 @@ class Checkpoints:
               also=None if job is None else job.folder.begin)
         assert job is not None
         if wait:
-            return Saving(job, self._calls, background=False)
+            job.run(self._calls)
+            return Saving(job.folder.path)
         began = now()
         snapshot = Job(job.folder, job.rank, job.share.copied(), job.order, job.aliases, job.recorder, done)
-        self._last = Saving(snapshot, self._beside, background=True)
+        self._last = Saving(job.folder.path, lambda: snapshot.run(self._beside))
         self.trained.recorder.span("checkpoint", "snapshot", began, now(), bytes=snapshot.share.nbytes)
         return self._last
 
@@ -75,6 +81,8 @@ class Checkpoints:
         """As `Engine.load`."""
         what, began = f"engine.load({str(place)!r})", now()
         self._end_last()
+        if is_tensor_file(place):
+            return self._import(Path(place), what, strict=strict, limit=limit, parts=parts)
         problem = None
         try:
             from dplab.checkpoint.reading import Stored  # imports for half as long as torch itself
@@ -89,8 +97,7 @@ class Checkpoints:
         except Exception as error:
             problem = error
         agree(self._calls, problem, what=what, limit=limit, said=str(place))
-        if self.trained.full.gathers is not None:
-            self.trained.full.gathers.release()
+        self._let_go()
         nbytes = 0
         try:
             nbytes = model.read(stored, paths) + (state.read(stored) if optimizer else 0)
@@ -100,11 +107,62 @@ class Checkpoints:
                                       f"{error if isinstance(error, CheckpointError) else repr(error)}")
             problem.__cause__ = error
         agree(self._calls, problem, what=what)
+        self._publish()
+        self.trained.recorder.span("checkpoint", "load", began, now(), bytes=nbytes)
+        return int(general.get("steps", 0))
+
+    def _export(self, file: Path, what: str, *, wait: bool, limit: float, parts: Mapping[str, Stateful]) -> Saving:
+        problem, began = None, now()
+        try:
+            self._refuse_inside(what)
+            if parts or not wait:
+                raise UsageError(f"{what} writes the weights alone and at once; leave wait=False and "
+                                 f"{', '.join(parts) or 'parts'} out, or give it a folder")
+            export = Export(ModelState(self.trained), file)
+        except Exception as error:
+            problem = error
+        agree(self._calls, problem, what=what, limit=limit, said=str(file),
+              also=lambda: file.parent.mkdir(parents=True, exist_ok=True))
+        nbytes = 0
+        try:
+            nbytes = export.write()
+        except OSError as error:
+            problem = CheckpointError(f"{what} failed, and nothing there has changed: {type(error).__name__}: {error}")
+        agree(self._calls, problem, what=what)
+        self.trained.recorder.span("checkpoint", "save", began, now(), bytes=nbytes)
+        return Saving(file)
+
+    def _import(self, file: Path, what: str, *, strict: bool, limit: float, parts: Mapping[str, Stateful]) -> int:
+        problem, began = None, now()
+        try:
+            self._refuse_inside(what)
+            if parts:
+                raise UsageError(f"{what} has the weights alone; leave {', '.join(parts)} out")
+            weights = Import(ModelState(self.trained), file, strict=strict)
+        except Exception as error:
+            problem = error
+        agree(self._calls, problem, what=what, limit=limit, said=str(file))
+        self._let_go()
+        nbytes = weights.read()
+        self._publish()
+        self.trained.recorder.span("checkpoint", "load", began, now(), bytes=nbytes)
+        return 0
+
+    def _let_go(self) -> None:
+        """Nothing stays gathered: the shards are about to be written."""
+        if self.trained.full.gathers is not None:
+            self.trained.full.gathers.release()
+
+    def _publish(self) -> None:
+        """What was read into the owned parts becomes everybody's; collective."""
         for pending in [bucket.params.publish(bucket.index, "init") for bucket in self.trained.buckets]:
             pending.wait()
         self.trained.buffers.settle()
-        self.trained.recorder.span("checkpoint", "load", began, now(), bytes=nbytes)
-        return int(general.get("steps", 0))
+
+    def of_rank_0(self, value: Any, *, limit: float) -> Any:
+        """Rank 0's value on every rank; collective."""
+        self._calls.gather(None, what="manager.load()", limit=limit)
+        return self._calls.tell(value, what="manager.load()", limit=limit)
 
     def _end_last(self) -> None:
         """The save under way comes first; one that failed is told now."""
@@ -160,7 +218,7 @@ class Checkpoints:
             scaler.scale, scaler.good = float(saved["scale"]), int(saved["good"])
         for name, part in parts.items():
             part.load_state_dict(stored.value(("dplab", "parts", name)))
-        path: Path = ("dplab", "ranks", str(trained.world.rank))
+        path: pieces.Path = ("dplab", "ranks", str(trained.world.rank))
         # generators of another number of ranks belong to other data
         if general.get("world_size") == trained.world.size and path in stored.paths:
             chance.restore(stored.value(path), trained.world.device)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from dplab.checkpoint import pieces
 from dplab.checkpoint.folder import Folder
-from dplab.checkpoint.pieces import Path, Share
+from dplab.checkpoint.pieces import Share
 from dplab.errors import CheckpointError, DplabError, StateError, UsageError, WireError
 from dplab.telemetry.recorder import Recorder, now
 from dplab.wire.rollcall import RollCall
@@ -60,8 +62,8 @@ class Job:
     folder: Folder
     rank: int
     share: Share
-    order: Sequence[Path]
-    aliases: dict[Path, Path]
+    order: Sequence[pieces.Path]
+    aliases: dict[pieces.Path, pieces.Path]
     recorder: Recorder
     done: Callable[[], None]
     """called by rank 0 once the checkpoint is complete"""
@@ -101,19 +103,17 @@ class Job:
 
 
 class Saving:
-    """What `engine.save` returns: a save that has ended, or one that goes on beside training."""
+    """What `engine.save` returns: a save that has ended, or one that goes on beside training (`work`)."""
 
-    def __init__(self, job: Job, calls: RollCall, *, background: bool) -> None:
-        self.folder = job.folder.path
-        self._job, self._calls = job, calls
+    def __init__(self, place: Path, work: Callable[[], None] | None = None) -> None:
+        self.place = place
+        self._work = work
         self._error: Exception | None = None
         self._thread: threading.Thread | None = None
-        if background:
+        if work is not None:
             # no daemon: a program that ends waits for its last checkpoint
             self._thread = threading.Thread(target=self._run, name="dplab-checkpoint")
             self._thread.start()
-        else:
-            job.run(calls)
 
     @property
     def done(self) -> bool:
@@ -128,11 +128,12 @@ class Saving:
             raise self._error
 
     def _run(self) -> None:
+        assert self._work is not None
         try:
-            self._job.run(self._calls)
+            self._work()
         except Exception as error:
             self._error = error
 
     def __repr__(self) -> str:
         state = "under way" if not self.done else "complete" if self._error is None else f"failed: {self._error}"
-        return f"<checkpoint {self.folder}: {state}>"
+        return f"<checkpoint {self.place}: {state}>"

@@ -22,15 +22,21 @@ class Plain:
     INNER = ("_orig_mod", "_checkpoint_wrapped_module")
 
     def __init__(self, model: nn.Module) -> None:
-        self._wrapping = {f"{path}.{inner}" if path else inner for path, module in model.named_modules()
-                          for inner in self.INNER if inner in module._modules
-                          and type(module).__module__.startswith("torch.")}
+        self._wrapping: set[str] = set()
+        for path, module in model.named_modules():
+            for inner in self.INNER:
+                if inner in module._modules and type(module).__module__.startswith("torch."):
+                    self._wrapping |= {f"{outer}.{inner}".lstrip(".") for outer in (path, self(path))}
 
     def __call__(self, name: str) -> str:
         if not self._wrapping:
             return name
-        parts = name.split(".")
-        return ".".join(part for place, part in enumerate(parts) if ".".join(parts[:place + 1]) not in self._wrapping)
+        parts, kept = name.split("."), list[str]()
+        for place, part in enumerate(parts):
+            # state dicts come without the outer wrapper's name already, where that has hooks of its own
+            if not {".".join(parts[:place + 1]), ".".join([*kept, part])} & self._wrapping:
+                kept.append(part)
+        return ".".join(kept)
 
 
 class Full:
