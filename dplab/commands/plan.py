@@ -32,7 +32,7 @@ def add(verbs: Verbs) -> None:
                         "search chooses (default: bf16, or fp16 where the GPU has no bf16)")
     parser.add_argument("--network", help="between nodes, one GPU and direction, with its unit: 50GB/s or 400Gb/s")
     parser.add_argument("--memory-limit", help="of a GPU, with its unit: 75GiB or 80GB (default: 95 %% of what it has)")
-    parser.add_argument("--recipe", default="modern", help="the program whose facts are assumed (default: modern)")
+    parser.add_argument("--recipe", help="the program whose facts are assumed (default: modern; dplab on this-machine)")
     parser.add_argument("--data-parallel", action="store_true", help="only layouts that dplab itself runs")
     parser.add_argument("--top", type=whole_number, default=5, help="plans to print (default: 5)")
     parser.add_argument("--explain", action="store_true", help="the best plan's memory and time with their formulas")

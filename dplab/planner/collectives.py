@@ -30,6 +30,8 @@ class Group:
     ranks: Any
     in_node: Any
     bandwidth: Any
+    measured: Cluster | None = None
+    """this machine, whose curves stand for the formulas"""
 
     @classmethod
     def of(cls, ranks: Any, in_node: Any, cluster: Cluster, recipe: Recipe) -> Group:
@@ -37,7 +39,8 @@ class Group:
         ranks, in_node = np.asarray(ranks), np.minimum(ranks, np.maximum(in_node, 1))
         inside = cluster.link * recipe.link_share
         across = np.minimum(inside, in_node * cluster.network * recipe.network_share)
-        return cls(ranks=ranks, in_node=in_node, bandwidth=np.where(ranks > in_node, across, inside))
+        return cls(ranks=ranks, in_node=in_node, bandwidth=np.where(ranks > in_node, across, inside),
+                   measured=cluster if cluster.gpu.measured is not None else None)
 
     @property
     def nodes(self) -> Any:
@@ -46,13 +49,28 @@ class Group:
 
     def all_reduce(self, size: Any) -> Any:
         """Seconds to sum `size` bytes over the group."""
+        if self.measured is not None:
+            return self._on_curve("all_reduce", size)
         latency = 2 * ((self.in_node - 1) * LINK_STEP + np.ceil(np.log2(self.nodes)) * NETWORK_STEP)
         return np.where(self.ranks > 1, latency + 2 * (self.ranks - 1) / self.ranks * size / self.bandwidth, 0.0)
 
     def all_gather(self, size: Any) -> Any:
-        """Seconds to gather, or to reduce-scatter, `size` bytes in all."""
+        """Seconds to gather `size` bytes in all."""
+        if self.measured is not None:
+            return self._on_curve("all_gather", size)
         latency = (self.ranks - self.nodes) / self.nodes * LINK_STEP + (self.nodes - 1) * NETWORK_RING_STEP
         return np.where(self.ranks > 1, latency + (self.ranks - 1) / self.ranks * size / self.bandwidth, 0.0)
+
+    def reduce_scatter(self, size: Any) -> Any:
+        """Seconds to sum `size` bytes in all, a slice a rank."""
+        return self.all_gather(size) if self.measured is None else self._on_curve("reduce_scatter", size)
+
+    def _on_curve(self, name: str, size: Any) -> Any:
+        assert self.measured is not None
+        machine, wire = self.measured.gpu.measured, self.measured.backend
+        assert machine is not None
+        assert wire is not None
+        return np.where(self.ranks > 1, machine.collective(wire, name, size, self.ranks), 0.0)
 
 
 @dataclass(frozen=True, kw_only=True)

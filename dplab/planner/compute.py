@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from dplab.planner.hardware import Gpu
+from dplab.planner.machine import Curve, Machine, on_curve
 from dplab.planner.profile import PRODUCTS_AGAIN, Block, Profile
 from dplab.planner.recipes import Recipe
 from dplab.planner.split import Split
@@ -53,6 +54,8 @@ def product(rows: Any, columns: Any, depth: Any, gpu: Gpu, recipe: Recipe) -> An
 
 def layer(block: Block, split: Split, gpu: Gpu, recipe: Recipe) -> Passes:
     """One layer of one micro-batch, without communication."""
+    if gpu.measured is not None:
+        return _paced("layer", block, split, gpu.measured, recipe)
     tp, micro = np.asarray(split.tp), np.asarray(split.micro_batch)
     rows = block.tokens * micro
     up = 2 if block.gated else 1
@@ -107,8 +110,48 @@ def head(profile: Profile, split: Split, gpu: Gpu, recipe: Recipe) -> Passes:
         zero = np.zeros_like(np.asarray(split.tp), dtype=float)
         return Passes(forward=zero, backward=zero, again=zero)
     block = profile.blocks[-1]
+    if gpu.measured is not None:
+        return _paced("ends", profile, split, gpu.measured, recipe)
     rows = block.tokens * np.asarray(split.micro_batch)
     columns = profile.vocabulary / np.asarray(split.tp)
     forward = product(rows, columns, profile.hidden, gpu, recipe) / recipe.efficiency
     loss = recipe.passes * recipe.logit * rows * columns / (gpu.memory_bandwidth * MEMORY_SHARE)
     return Passes(forward=forward + loss, backward=2 * forward + loss, again=0.0 * forward)
+
+
+def alone(profile: Profile, split: Split, recipe: Recipe, *, gemm: dict[str, Curve], copy: float) -> dict[str, Any]:
+    """Seconds of forward and backward of a layer and of the ends (embedding, head, loss) on a processor whose products
+    and copies take what they take alone; a gradient is copied once, into the buffer that is reduced."""
+    block = profile.blocks[-1]
+    rows, h, e = block.tokens * np.asarray(split.micro_batch), block.hidden, recipe.element
+    curve = gemm.get(recipe.dtype, gemm["fp32"])
+
+    def product(depth: Any, columns: Any) -> Any:
+        return on_curve(curve, 2.0 * rows * depth * columns)
+
+    up = 2 if block.gated else 1
+    products = (product(h, block.inner + 2 * block.kv) + product(block.inner, h) + product(h, up * block.ffn)
+                + product(block.ffn, h))
+    attend = on_curve(curve, block.attention_flops() * np.asarray(split.micro_batch))
+    between = e * rows * (10 * h + 2 * (up + 1) * block.ffn) / copy
+    head = product(h, profile.vocabulary)
+    logits = 3.0 * 4 * rows * profile.vocabulary / copy
+    return {"layer_forward": products + attend + between,
+            "layer_backward": 2 * (products + attend + between) + _laid(block.parameters, copy),
+            "ends_forward": head + logits + e * rows * 3 * h / copy,
+            "ends_backward": 2 * head + logits + e * rows * 3 * h / copy + _laid(profile.first + profile.last, copy)}
+
+
+def _laid(parameters: int, copy: float) -> float:
+    """Seconds in which fp32 gradients are cleared, or written, and copied."""
+    return 3 * 4 * parameters / copy
+
+
+def _paced(unit: str, shape: Block | Profile, split: Split, machine: Machine, recipe: Recipe) -> Passes:
+    """A layer or the ends at the pace at which this machine was seen to run the benchmark GPT's."""
+    profile = shape if isinstance(shape, Profile) else Profile(
+        name="", kind="", sequence=shape.tokens, blocks=(shape,), first=0, last=0, vocabulary=0)
+    told = alone(profile, split, recipe, gemm=machine.gemm, copy=machine.copy)
+    ahead, back = (machine.paces[f"{unit}_{way}"].at(told[f"{unit}_{way}"]) for way in ("forward", "backward"))
+    again = np.array([0.0, 0.0, 1.0, PRODUCTS_AGAIN, 0.5])[np.asarray(split.recompute)] if unit == "layer" else 0.0
+    return Passes(forward=ahead, backward=back, again=again * ahead)

@@ -16,8 +16,6 @@ from dplab.planner.profile import Profile
 from dplab.planner.recipes import Recipe
 from dplab.planner.split import RECOMPUTE, Split
 
-CONTENTION = 0.126
-"""Seconds that compute loses to a second of collective hidden behind it: measured by Hetu-Galvatron on A100."""
 STATED_SHARE = 0.25
 """Share of a matrix product's speed at which a net without a described shape runs: that of a ResNet-50 that trains
 on about 2,500 images a second on an A100."""
@@ -129,7 +127,7 @@ def predict(profile: Profile, split: Split, cluster: Cluster, recipe: Recipe) ->
     exposed, hidden = data_parallel(made, split, recipe, share=share, units=np.maximum(profile.layers / pp, 1))
     return Cost(profile=profile, split=split, cluster=cluster, recipe=recipe, hidden=hidden, parts={
         "compute": m * (slowest - tensor), "tensor": m * tensor,
-        "bubble": np.where(pp > 1, fill + hops, 0.0), "data": exposed + CONTENTION * hidden,
+        "bubble": np.where(pp > 1, fill + hops, 0.0), "data": exposed + cluster.contention * hidden,
         "optimizer": optimizer(made.numel, split, cluster, recipe)})
 
 
@@ -168,7 +166,8 @@ def data_parallel(made: Pieces, split: Split, recipe: Recipe, *, share: Any, uni
     hides = 1.0 if recipe.overlap else 0.0
     whole = made.numel * wire_bytes(split, recipe)
     weights = made.numel * gather_bytes(recipe)
-    reduce, gather = np.where(zero == 0, group.all_reduce(whole), group.all_gather(whole)), group.all_gather(weights)
+    reduce = np.where(zero == 0, group.all_reduce(whole), group.reduce_scatter(whole))
+    gather = group.all_gather(weights)
     rounds = np.where(zero == 2, m, 1)
     tail = np.where(recipe.overlap, reduce / units, 0.0)
     after = np.maximum(gather - forward, gather / units) if recipe.gather_ahead else gather
@@ -199,5 +198,7 @@ def optimizer(numel: Any, split: Split, cluster: Cluster, recipe: Recipe) -> Any
     """Adam streams its states once: gradient read (again for the norm), master and moments read and written, weights
     written."""
     owned = numel / np.where(np.asarray(split.zero) >= 1, np.asarray(split.dp), 1)
+    if cluster.gpu.measured is not None:
+        return cluster.gpu.measured.optimizer.at(owned)
     moved = 2 * recipe.grad_bytes(split) + 2 * (recipe.master + recipe.moments) + recipe.param
     return owned * moved / (cluster.gpu.memory_bandwidth * MEMORY_SHARE)

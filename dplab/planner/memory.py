@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from dplab.planner import activations
+from dplab.planner import activations, laid
 from dplab.planner.profile import Profile
 from dplab.planner.recipes import Recipe
 from dplab.planner.split import Split
@@ -120,13 +120,23 @@ def _stage(profile: Profile, split: Split, recipe: Recipe, stage: Any, layers: A
     tokens = profile.blocks[-1].tokens if profile.vocabulary else 0
     parts["logits"] = np.where(stage == pp - 1, recipe.logit * profile.vocabulary * tokens
                                * np.asarray(split.micro_batch) / tp, 0.0)
-    zero = np.asarray(split.zero)
-    parts["gathered"] = np.where((zero == 3) & (np.asarray(split.dp) > 1),
-                                 2.0 * min(recipe.param, recipe.element) * profile.largest_unit / tp, 0.0)
-    parts["buckets"] = np.where((zero >= 2) & (np.asarray(split.dp) > 1), 2.0 * _BUCKET, 0.0)
+    parts |= _transients(profile, split, recipe)
     parts["slack"] = recipe.slack * sum(parts.values())
     parts["context"] = recipe.context + np.zeros_like(numel)
     return {"parts": parts, "numel": numel, "held": held}
+
+
+def _transients(profile: Profile, split: Split, recipe: Recipe) -> dict[str, Any]:
+    """Bytes of gathered units and of buckets on their way."""
+    zero, several = np.asarray(split.zero), np.asarray(split.dp) > 1
+    element = min(recipe.param, recipe.element)
+    whole = laid.gathered(profile) if recipe.ours else 2.0 * profile.largest_unit
+    rotating = 2.0 * _BUCKET * np.ones_like(zero)
+    if recipe.ours:
+        longest = [max(bucket.numel for bucket in laid.buckets(profile, stage, element)) for stage in range(4)]
+        rotating = 2.0 * element * np.asarray(longest)[zero]
+    return {"gathered": np.where((zero == 3) & several, element * whole / np.asarray(split.tp), 0.0),
+            "buckets": np.where((zero >= 2) & several, rotating, 0.0)}
 
 
 def stage_parameters(profile: Profile, split: Split, stage: Any, layers: Any) -> Any:
@@ -157,9 +167,13 @@ def formulas(memory: Memory) -> dict[str, str]:
         return f"{numel} parameters x {bytes_:g} bytes" + (f" / {dp} ranks" if split.zero >= stage and dp > 1 else "")
 
     grad = float(recipe.grad_bytes(split)) + recipe.grad_copy
+    small = min(recipe.param, recipe.element)
+    held = f"the root and 2 blocks, {laid.gathered(profile):.6g}" if recipe.ours else (
+        f"2 units x {profile.largest_unit / split.tp:.6g}")
+    rotating = "the longest bucket" if recipe.ours else "25 MiB"
     texts = {"params": state(recipe.param, 3), "grads": state(grad, 2), "optimizer": state(recipe.moments, 1),
-             "master": state(recipe.master, 1), "buckets": "2 rotating x 25 MiB",
-             "gathered": f"2 units x {profile.largest_unit / split.tp:.6g} x {min(recipe.param, recipe.element)} bytes",
+             "master": state(recipe.master, 1), "buckets": f"2 rotating x {rotating}",
+             "gathered": f"{held} x {small} bytes",
              "slack": f"{recipe.slack:.0%} of what is allocated, lost to fragmentation",
              "context": "outside the allocator: CUDA context, kernels, communicators",
              "total": "the sum; what the device must have"}

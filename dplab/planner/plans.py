@@ -124,11 +124,13 @@ class Plans:
         """Plain values for JSON."""
         return {"plans": [plan.to_dict(self.why(plan)) for plan in self.plans],
                 "rejected": [item.to_dict() for item in self.rejected], "searched": self.searched,
-                "seconds": self.seconds, "model": self.profile.to_dict(), "cluster": str(self.cluster)}
+                "seconds": self.seconds, "model": self.profile.to_dict(), "cluster": str(self.cluster),
+                "step_error": self.cluster.error}
 
     def __str__(self) -> str:
         head = (f"{self.profile.name} ({self.profile.parameters:,} parameters, sequence {self.profile.sequence}) on "
-                f"{self.cluster}: predicted, {self.searched:,} candidates in {self.seconds:.2f} s")
+                f"{self.cluster}: predicted, a step within about {self.cluster.error:.0%}; "
+                f"{self.searched:,} candidates in {self.seconds:.2f} s")
         lines = [head, "", f"{'strategy':34}{'dp':>6}{'micro':>7}{'accum':>7}{'recompute':>11}{'step ms':>12}"
                  f"{'GiB':>8}{'GB':>8}{'MFU':>7}"]
         for plan in self.plans:

@@ -33,6 +33,7 @@ class Recipe:
     speed inside a node and `network_share` between nodes, hops between stages `hop_share` of the latter; flash
     attention `flash_share` of the peak (None: as the GPU's card says). `tensor_hidden` is the share of tensor-parallel
     collectives that runs behind their products, `gather_ahead` gathers ZeRO-1's weights behind the next forward.
+    `ours`: buckets, units and a root that stays gathered as dplab's engine lays them.
     Fixed: `context` bytes outside the allocator, `slack` of what is allocated lost to fragmentation.
     """
 
@@ -61,6 +62,7 @@ class Recipe:
     flash_share: float | None = None
     tensor_hidden: float = 0.0
     gather_ahead: bool = False
+    ours: bool = False
     host: float = 4e-4
     context: float = 1.2e9
     slack: float = 0.05
@@ -123,6 +125,9 @@ RECIPES = {recipe.name: recipe for recipe in (
     Recipe(name="deepspeed-2021", passes=1.0, dtype="fp16", grad=2, flash=False, sequence_parallel=False, logit=8,
            network_share=0.082,
            source="ZeRO-3 as run in Narayanan et al. 2021, arXiv:2104.04473, table 2"),
+    Recipe(name="dplab", param=4, grad=4, master=0, element=4, dtype="fp32", logit=4, passes=1.0, host=0.0, slack=0.0,
+           context=0.2e9, ours=True, source="dplab's own engine and its ledger: logits count as their stored softmax; "
+           "a rank's Python and torch take about 0.2 GB"),
 )}
 """Programs by name. Fields are what a program's authors say that it does, except those that were read off published
 results: `host` of megatron-2021 (vTrain's single-node rows with one sample a micro-batch), `network_share` of

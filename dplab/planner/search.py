@@ -44,15 +44,16 @@ class _Task:
 
 def plan(model: str | Path | dict[str, Any] | Profile, cluster: str | Cluster, tokens_per_step: int, *,
          sequence: int | None = None, precision: str | Sequence[str] | None = None,
-         recipe: str | Recipe = "modern", network: str | None = None, memory_limit: str | float | None = None,
+         recipe: str | Recipe | None = None, network: str | None = None, memory_limit: str | float | None = None,
          space: Space | None = None, data_parallel_only: bool = False, top: int = 5) -> Plans:
     """The fastest layouts of a training step on a cluster, best first, and why the others were rejected. Predicted.
 
-    `model`: a card's name, or a Hugging Face config (dict or path). `cluster`: `8xH100-SXM-80GB`. `tokens_per_step`
-    counts all ranks (samples for an image model) and must hold whole samples. `precision`: of PRECISIONS, several to
-    search over; None: bf16, or fp16 where the GPU has no bf16. `network`: `50GB/s` or `400Gb/s` between nodes.
-    `memory_limit`: `75GiB`, or bytes; None: what the GPU has less HEADROOM. `data_parallel_only` keeps to what dplab
-    runs.
+    `model`: a card's name, or a Hugging Face config (dict or path). `cluster`: `8xH100-SXM-80GB`, or `this-machine` as
+    `dplab.calibrate` measured it (`2xthis-machine:gloo`: ranks and wire), where only data parallelism is searched.
+    `tokens_per_step` counts all ranks (samples for an image model) and must hold whole samples. `precision`: of
+    PRECISIONS, several to search over; None: bf16, fp16 where the GPU has no bf16, fp32 on this machine. `network`:
+    `50GB/s` or `400Gb/s` between nodes. `memory_limit`: `75GiB`, or bytes; None: what the GPU has less HEADROOM.
+    `data_parallel_only` keeps to what dplab runs.
     Raises UsageError for bad input, and where nothing fits, telling the least memory and GPUs that would do.
     """
     started = time.perf_counter()
@@ -65,7 +66,7 @@ def plan(model: str | Path | dict[str, Any] | Profile, cluster: str | Cluster, t
     searched = 0
     misfits: list[memory.Memory] = []
     for name in _precisions(precision, task.cluster):
-        program = named_recipe(recipe).with_precision(PRECISIONS[name])
+        program = named_recipe(recipe or task.cluster.recipe).with_precision(PRECISIONS[name])
         split = grid.candidates(task.cluster.count, task.samples, task.profile, program, task.space)
         searched += len(split.dp)
         legal, broken = grid.sift(split, grid.laws(split, task.profile, task.cluster, task.samples))
@@ -97,13 +98,13 @@ def _checked(profile: Profile, cluster: Cluster, tokens: int, limit: str | float
     if not 0 < bytes_ <= cluster.gpu.memory:
         raise UsageError(f"memory limit {bytes_ / 2**30:.4g} GiB is not allowed; {cluster.gpu.name} has "
                          f"{cluster.gpu.memory / 2**30:.4g} GiB = {cluster.gpu.memory / 1e9:.4g} GB")
-    if data_parallel_only:
+    if data_parallel_only or cluster.gpu.measured is not None:
         space = replace(space, largest_tensor=1, largest_pipeline=1)
     return _Task(profile=profile, cluster=cluster, samples=samples, limit=bytes_, space=space)
 
 
 def _precisions(given: str | Sequence[str] | None, cluster: Cluster) -> list[str]:
-    names = [given] if isinstance(given, str) else list(given or ["bf16" if "bf16" in cluster.gpu.peak else "fp16"])
+    names = [given] if isinstance(given, str) else list(given or [cluster.precision])
     for name in names:
         if name not in PRECISIONS:
             raise UsageError(f"precision {name!r} is not known; use one of {', '.join(PRECISIONS)}")

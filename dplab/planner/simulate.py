@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from dplab.planner import cost, pipeline
-from dplab.planner.cost import CONTENTION, Pieces, gather_bytes, pieces, wire_bytes
+from dplab.planner import cost, laid, pipeline
+from dplab.planner.cost import Pieces, gather_bytes, pieces, wire_bytes
 from dplab.planner.hardware import Cluster
 from dplab.planner.memory import stage_layers
 from dplab.planner.profile import Profile
@@ -41,10 +41,12 @@ class Timeline:
 def simulate(profile: Profile, split: Split, cluster: Cluster, recipe: Recipe) -> Timeline:
     """One optimizer step of one split, event by event."""
     made = pieces(profile, split, cluster, recipe)
-    lanes = [_Lane(stage, made, split, recipe) for stage in range(split.pp)]
+    plan = laid.buckets(profile, split.zero, 4) if recipe.ours else None
+    lanes = [_Lane(stage, made, split, recipe, _Place(cluster.contention, plan, max(1, profile.layers)))
+             for stage in range(split.pp)]
     shares = stage_shares(profile, split, recipe)
     if split.pp == 1:
-        _one_stage(lanes[0], profile)
+        _one_stage(lanes[0])
     else:
         forward, backward = _stage_times(made, shares, split)
         for op in pipeline.run(forward=forward, backward=backward, micro_batches=split.accumulate,
@@ -91,11 +93,27 @@ class _Sent(NamedTuple):
     attrs: dict[str, Any]
 
 
+class _Unit(NamedTuple):
+    """Share of the weights that one part of a ZeRO-3 pass gathers, its seconds, share of the gradients it reduces."""
+
+    gathers: float
+    seconds: float
+    reduces: float
+
+
+class _Place(NamedTuple):
+    """What a lane knows of where it runs: `buckets` of dplab's own engine, None for equal ones."""
+
+    contention: float
+    buckets: list[laid.Bucket] | None
+    layers: int
+
+
 class _Lane:
     """One rank's two lanes while they fill."""
 
-    def __init__(self, rank: int, made: Pieces, split: Split, recipe: Recipe) -> None:
-        self.rank, self.made, self.split, self.recipe = rank, made, split, recipe
+    def __init__(self, rank: int, made: Pieces, split: Split, recipe: Recipe, place: _Place) -> None:
+        self.rank, self.made, self.split, self.recipe, self.place = rank, made, split, recipe, place
         self.events: list[Event] = []
         self.now = 0.0
         """when compute is free"""
@@ -116,7 +134,7 @@ class _Lane:
                    bucket: int | None = None) -> _Sent:
         """Issues one at `ready`; it starts when the wire is free."""
         group = self.made.groups.data
-        took = float(group.all_reduce(size) if name == "all_reduce" else group.all_gather(size))
+        took = float(getattr(group, name)(size))
         start = max(ready, self.wire)
         self.wire = start + took
         sent = size * (self.split.dp - 1) / self.split.dp * (2 if name == "all_reduce" else 1)
@@ -145,14 +163,38 @@ class _Lane:
         if not self.talks:
             return
         name = "all_reduce" if self.split.zero == 0 else "reduce_scatter"
-        count = max(1, min(_LARGEST_BUCKETS, round(self.grad / (25 * 2**20))))
-        hidden = 0.0
-        for bucket in range(count):
-            ready = start + (end - start) * (bucket + 1) / count
-            sent = self.collective(name, self.grad / count, ready, bucket=bucket)
-            hidden += max(0.0, min(sent.done, end) - sent.start)
-        # what a hidden collective takes from compute ends the backward later by as much
-        self.now = end + CONTENTION * hidden
+        hidden, slowed = 0.0, self.place.contention
+        for bucket, (share, ready) in enumerate(self.shares()):
+            # what a hidden collective takes from compute fills the next bucket, and ends the backward, later by as much
+            filled = start + (end - start) * ready + slowed * hidden
+            sent = self.collective(name, self.grad * share, filled, bucket=bucket)
+            hidden += max(0.0, min(sent.done, end + slowed * hidden) - sent.start)
+        self.now = end + slowed * hidden
+
+    def shares(self) -> list[tuple[float, float]]:
+        """Share of the gradients in each bucket, and share of the backward after which it is full."""
+        if self.place.buckets is None:
+            count = max(1, min(_LARGEST_BUCKETS, round(self.grad / (25 * 2**20))))
+            return [(1 / count, (bucket + 1) / count) for bucket in range(count)]
+        back = float(self.made.layers.backward + self.made.layers.again)
+        head = float(self.made.head.backward) / (back + float(self.made.head.backward))
+        total = sum(bucket.numel for bucket in self.place.buckets)
+        return [(bucket.numel / total, laid.ready(bucket.unit, self.place.layers, head))
+                for bucket in self.place.buckets]
+
+    def units(self, kind: str, seconds: float) -> list[_Unit]:
+        """A pass of ZeRO-3 unit by unit."""
+        layers, buckets = self.place.layers, self.place.buckets
+        if buckets is None:
+            return [_Unit(1 / layers, seconds / layers, 1 / layers)] * layers
+        total = sum(bucket.numel for bucket in buckets)
+        blocks = [bucket.numel / total for bucket in buckets if 0 < bucket.unit <= layers]
+        root = 1 - sum(blocks)
+        ends = float(self.made.head.forward if kind == "forward" else self.made.head.backward)
+        inner = [_Unit(share, (seconds - ends) / layers, share) for share in blocks]
+        if kind == "forward":
+            return [_Unit(root, 0.0, 0.0), *inner, _Unit(0.0, ends, 0.0)]
+        return [_Unit(0.0, ends, 0.0), *inner, _Unit(0.0, 0.0, root)]
 
     def finish(self, adam: float) -> None:
         """Optimizer once gradients are there; gathered weights of ZeRO-1 and 2 after it."""
@@ -162,7 +204,7 @@ class _Lane:
             self.wait(self.collective("all_gather", self.weights, self.now, purpose="params"))
 
 
-def _one_stage(lane: _Lane, profile: Profile) -> None:
+def _one_stage(lane: _Lane) -> None:
     """All micro-batches of a model that is not cut into stages."""
     made, split, recipe = lane.made, lane.split, lane.recipe
     ahead = float(made.layers.forward + made.tensor.forward + made.head.forward)
@@ -171,8 +213,8 @@ def _one_stage(lane: _Lane, profile: Profile) -> None:
     for micro_batch in range(split.accumulate):
         name = f"micro-batch {micro_batch}"
         if split.zero == 3 and lane.talks:
-            _units(lane, profile, "forward", name, ahead)
-            _units(lane, profile, "backward", name, back)
+            _units(lane, "forward", name, ahead)
+            _units(lane, "backward", name, back)
             continue
         lane.compute("forward", name, lane.now, lane.now + ahead)
         start = lane.now
@@ -183,24 +225,27 @@ def _one_stage(lane: _Lane, profile: Profile) -> None:
                 lane.wait_all()
 
 
-def _units(lane: _Lane, profile: Profile, kind: str, name: str, seconds: float) -> None:
+def _units(lane: _Lane, kind: str, name: str, seconds: float) -> None:
     """A pass of ZeRO-3: each unit waits for its weights, and in backward leaves its gradients to be reduced."""
-    units = max(1, profile.layers)
+    units = lane.units(kind, seconds)
     ahead = _AHEAD if lane.recipe.overlap else 0
-    arrived: list[_Sent] = []
+    asked: list[_Sent | None] = []
     first, hidden, blocked = lane.now, 0.0, 0.0
-    for unit in range(units):
-        while len(arrived) < min(units, unit + ahead + 1):
-            arrived.append(lane.collective("all_gather", lane.weights / units, lane.now, purpose="params",
-                                           bucket=len(arrived)))
-            hidden += arrived[-1].done - arrived[-1].start
-        blocked += lane.wait(arrived[unit])
-        lane.now += seconds / units
-        if kind == "backward":
-            sent = lane.collective("reduce_scatter", lane.grad / units, lane.now, bucket=unit)
+    for index, unit in enumerate(units):
+        while len(asked) < min(len(units), index + ahead + 1):
+            share = units[len(asked)].gathers
+            sent = lane.collective("all_gather", lane.weights * share, lane.now, purpose="params",
+                                   bucket=len(asked)) if share else None
+            hidden += sent.done - sent.start if sent else 0.0
+            asked.append(sent)
+        weights = asked[index]
+        blocked += lane.wait(weights) if weights else 0.0
+        lane.now += unit.seconds
+        if kind == "backward" and unit.reduces:
+            sent = lane.collective("reduce_scatter", lane.grad * unit.reduces, lane.now, bucket=index)
             hidden += sent.done - sent.start
     hidden = max(0.0, hidden - blocked)
-    lane.compute(kind, name, first, lane.now + CONTENTION * hidden)
+    lane.compute(kind, name, first, lane.now + lane.place.contention * hidden)
 
 
 def _ns(seconds: float) -> int:

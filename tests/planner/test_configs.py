@@ -121,7 +121,7 @@ LLAMA = {"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64, "num_
 
 @pytest.mark.parametrize(("given", "message"), [
     ("lama-7b", r"model 'lama-7b' is not known; the nearest are llama-7b, .*or give the path of a Hugging Face"),
-    ("zzzz", r"model 'zzzz' is not known; there are bert-base, .*vit-l-16"),
+    ("zzzz", r"model 'zzzz' is not known; there are bench-gpt, bert-base, .*vit-l-16"),
     ({**LLAMA, "model_type": "mixtral"}, r"model_type 'mixtral' is not supported; supported are bert, gemma"),
     ({**LLAMA, "hidden_size": None}, r"its config has no hidden_size or n_embd or d_model; add it"),
     ({**LLAMA, "num_attention_heads": 5}, r"hidden size 64 is not divisible by 5 heads; change one of them"),

@@ -1,0 +1,171 @@
+"""What `dplab.calibrate` runs on every rank: how fast this machine computes, copies and sends.
+
+All ranks measure the same thing at the same moment, as they train: what they take from each other (cores, caches,
+memory) is in the figures. A figure is a list of seconds, one a repetition, the slowest rank's each time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+import dplab
+from dplab.core import saved
+from dplab.telemetry.recorder import NULL
+from dplab.wire.collectives import Collectives, Counters, Pending
+from dplab.workloads import models
+
+GEMMS = ((64, 64, 64), (128, 128, 128), (256, 256, 256), (512, 512, 512), (1024, 512, 1024))
+"""Rows, depth and columns of the products on the curve."""
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+COPIED = 4 * 2**20
+"""Elements of the copy, far more than a cache holds."""
+SIZES = (16 * 2**10, 256 * 2**10, 2**20, 4 * 2**20, 16 * 2**20)
+"""Bytes of the full buffers that are sent."""
+COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather")
+OPTIMIZED = (2**18, 2**21)
+"""Parameters that the optimizer steps."""
+MODEL = "bench-gpt"
+_LEAST, _MOST = 5, 400
+
+
+@dataclass
+class _Bench:
+    """The ranks in step with each other. `budget`: seconds for one figure."""
+
+    axis: Collectives
+    budget: float
+
+    def seconds(self, call: Callable[[], Any], before: Callable[[], Any] = lambda: None) -> list[float]:
+        """Of one call, again and again within the budget; as often on every rank."""
+        once = self._timed(call, before)
+        once = max(self.axis.gather_objects(min(once, self._timed(call, before))))
+        times = max(_LEAST, min(_MOST, int(self.budget / max(once, 1e-7))))
+        self.axis.barrier()
+        mine = [self._timed(call, before) for _ in range(times)]
+        return [max(each) for each in zip(*self.axis.gather_objects(mine), strict=True)]
+
+    @staticmethod
+    def _timed(call: Callable[[], Any], before: Callable[[], Any]) -> float:
+        before()
+        began = time.perf_counter()
+        call()
+        return time.perf_counter() - began
+
+
+def measure(*, budget: float, micro_batches: tuple[int, int] | None) -> dict[str, Any]:
+    """Everything: `budget` seconds a figure. `micro_batches`: samples of the benchmark GPT's two passes; None: the wire
+    alone."""
+    world = dplab.init()
+    torch.manual_seed(0)
+    bench = _Bench(Collectives(world.transport([list(range(world.size))]), Counters(), NULL), budget)
+    told: dict[str, Any] = {"backend": world.backend, "ranks": world.size, "torch": torch.__version__,
+                            "threads": torch.get_num_threads()}
+    if micro_batches is not None:
+        told |= {"gemm": _gemm(bench), "copy": _copy(bench), "units": _units(bench, micro_batches),
+                 "optimizer": _optimizer(bench)}
+    return told | {"wire": _wire(bench), "overlap": _overlap(bench)}
+
+
+def _gemm(bench: _Bench) -> dict[str, list[dict[str, Any]]]:
+    curves: dict[str, list[dict[str, Any]]] = {}
+    for name, dtype in DTYPES.items():
+        for rows, depth, columns in GEMMS:
+            a, b = torch.randn(rows, depth).to(dtype), torch.randn(depth, columns).to(dtype)
+            out = torch.empty(rows, columns, dtype=dtype)
+            taken = bench.seconds(partial(torch.mm, a, b, out=out))
+            curves.setdefault(name, []).append({"flops": 2 * rows * depth * columns, "seconds": taken})
+    return curves
+
+
+def _copy(bench: _Bench) -> dict[str, Any]:
+    source, target = torch.ones(COPIED), torch.empty(COPIED)
+    return {"bytes": 2 * source.nbytes, "seconds": bench.seconds(lambda: target.copy_(source))}
+
+
+def _units(bench: _Bench, micro_batches: tuple[int, int]) -> dict[str, list[dict[str, Any]]]:
+    """Forward and backward of a layer of the benchmark GPT, and of what stands around its layers (embedding, norm,
+    head, loss), at two micro-batches; and the bytes that autograd saves."""
+    net, ends = models.build(MODEL, layers=1), models.build(MODEL, layers=0)
+    assert isinstance(net, models.GPT)
+    assert isinstance(ends, models.GPT)
+    told: dict[str, list[dict[str, Any]]] = {"layer": [], "ends": []}
+    for micro_batch in micro_batches:
+        tokens = torch.randint(0, 256, (micro_batch, ends.sequence))
+        hidden = torch.randn(micro_batch, ends.sequence, ends.norm.weight.numel()).requires_grad_()
+        told["layer"].append({"micro_batch": micro_batch, **_passes(bench, net.blocks[0], (hidden,))})
+        told["ends"].append({"micro_batch": micro_batch, **_passes(bench, ends, (tokens, tokens))})
+    return told
+
+
+def _passes(bench: _Bench, module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> dict[str, Any]:
+    """A module's two passes, and what is kept between them besides its weights and its input."""
+    own = {tensor.untyped_storage().data_ptr() for tensor in (*module.parameters(), *inputs)}
+    kept: dict[int, int] = {}
+
+    def take(tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+
+    with saved.hooks(take):
+        out = [module(*inputs)]
+    given = torch.ones_like(out[0])
+    out[0].backward(given)
+
+    def forward() -> None:
+        out[0] = module(*inputs)
+
+    def ready() -> None:
+        module.zero_grad()
+        forward()
+
+    return {"saved_bytes": sum(kept.values()), "forward": bench.seconds(forward),
+            "backward": bench.seconds(lambda: out[0].backward(given), ready)}
+
+
+def _optimizer(bench: _Bench) -> list[dict[str, Any]]:
+    rows = []
+    for numel in OPTIMIZED:
+        param = torch.nn.Parameter(torch.randn(numel))
+        param.grad = torch.randn(numel)
+        stepper = torch.optim.AdamW([param], lr=1e-6)
+        rows.append({"parameters": numel, "seconds": bench.seconds(stepper.step)})
+    return rows
+
+
+def _wire(bench: _Bench) -> dict[str, list[dict[str, Any]]]:
+    curves: dict[str, list[dict[str, Any]]] = {}
+    for size in SIZES:
+        flat = bench.axis.empty(size // 4, torch.float32, torch.device("cpu")).zero_()
+        for name in COLLECTIVES:
+            issue = getattr(bench.axis, name)
+
+            def call(issue: Callable[[torch.Tensor], Pending] = issue, flat: torch.Tensor = flat) -> None:
+                issue(flat).wait()
+
+            curves.setdefault(name, []).append({"bytes": size, "seconds": bench.seconds(call)})
+    return curves
+
+
+def _overlap(bench: _Bench) -> dict[str, list[float]]:
+    """The same products alone, and with an all-reduce under way."""
+    a, flat = torch.randn(512, 512), bench.axis.empty(2**20, torch.float32, torch.device("cpu")).zero_()
+    out = torch.empty(512, 512)
+
+    def compute() -> None:
+        for _ in range(12):
+            torch.mm(a, a, out=out)
+
+    def both() -> None:
+        pending = bench.axis.all_reduce(flat)
+        compute()
+        pending.wait()
+
+    return {"compute": bench.seconds(compute), "wire": bench.seconds(lambda: bench.axis.all_reduce(flat).wait()),
+            "both": bench.seconds(both)}
