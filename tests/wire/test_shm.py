@@ -257,6 +257,38 @@ def test_messages_between_ranks(size: int) -> None:
     in_shm(size, messages)
 
 
+def spelled(old: bool) -> None:
+    """What c10d calls a group's methods before and since torch 2.13."""
+    group, rank, size = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
+    names = ({"gather": "_allgather_base", "gathers": "allgather_into_tensor_coalesced",
+              "scatter": "_reduce_scatter_base",
+              "scatters": "reduce_scatter_tensor_coalesced", "exchange": "alltoall_base"} if old else
+             {"gather": "all_gather_single", "gathers": "all_gather_single_coalesced",
+              "scatter": "reduce_scatter_single", "scatters": "reduce_scatter_single_coalesced",
+              "exchange": "all_to_all_single"})
+    call = {what: getattr(group, name) for what, name in names.items()}
+    every = [values(r, 4, torch.float32) for r in range(size)]
+    whole, total = torch.cat(every), sum(values(r, 4 * size, torch.float32) for r in range(size))
+    outs = [torch.empty(4 * size) for _ in range(3)]
+    call["gather"](outs[0], every[rank]).wait()
+    call["gathers"](outs[1:], [every[rank]] * 2).wait()
+    assert all(torch.equal(out, whole) for out in outs)
+    outs = [torch.empty(4) for _ in range(3)]
+    mine = values(rank, 4 * size, torch.float32)
+    options = dist.ReduceScatterOptions()
+    call["scatter"](outs[0], mine, options).wait()
+    call["scatters"](outs[1:], [mine] * 2, options).wait()
+    assert all(torch.equal(out, total.view(size, -1)[rank]) for out in outs)
+    out = torch.empty(size)
+    call["exchange"](out, torch.full((size,), float(rank)), [], []).wait()
+    assert out.tolist() == list(map(float, range(size)))
+
+
+@pytest.mark.parametrize("old", [True, False], ids=["old names", "new names"])
+def test_both_spellings_of_the_tensor_collectives(old: bool) -> None:
+    in_shm(3, spelled, old)
+
+
 def groups() -> None:
     rank = dist.get_rank()
     pairs = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]

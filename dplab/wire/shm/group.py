@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Work
 from torch.futures import Future
 
 from dplab.errors import WireError
@@ -32,7 +33,7 @@ _OPS = [(getattr(dist.ReduceOp, op.upper()), op) for op in
         ("sum", "avg", "product", "min", "max", "band", "bor", "bxor")]
 
 
-class ShmWork(dist.Work):
+class ShmWork(Work):
     """Operations under way, and what is left to do when they are over (copies into tensors with gaps)."""
 
     def __init__(self, operations: Sequence[Operation], result: Any, finish: Sequence[Callable[[], Any]] = ()) -> None:
@@ -74,7 +75,7 @@ class ShmWork(dist.Work):
         return future
 
 
-class Receipt(dist.Work):
+class Receipt(Work):
     """A message to be received, when it is waited for."""
 
     def __init__(self, letters: Letters, tensor: torch.Tensor, source: int | None, tag: int) -> None:

@@ -102,8 +102,8 @@ class Operation:
             patience = Patience()
             while not self.advance():
                 slept = patience.pause()
-                if patience.idle and len(_under_way) > 1:
-                    # another one may be what a peer waits for before it comes to this one
+                if len(_under_way) > 1:
+                    # there is work to do meanwhile; and another may be what a peer waits for before it comes to this
                     advance_all()
                 if slept:
                     self._look_around(patience.waited, limit or self.channel.timeout)

@@ -33,11 +33,6 @@ class Patience:
         """Seconds since waiting became long enough to be timed."""
         return time.monotonic() - self._began if self._began else 0.0
 
-    @property
-    def idle(self) -> bool:
-        """Whether it has taken long enough to do something else meanwhile."""
-        return self._turns > _SPINS
-
     def pause(self) -> bool:
         """True where enough time has passed to look whether the others still live."""
         self._turns += 1
