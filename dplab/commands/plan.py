@@ -14,8 +14,9 @@ if TYPE_CHECKING:
     from dplab.planner.plans import Plan
 
 _NOTES = """--model is a card's name or the path of a Hugging Face config.json; --cluster is COUNTxGPU or
-NODESxCOUNTxGPU, such as 4x8xA100-SXM-80GB. Everything is predicted; steps that differ by less than the errors in
-`dplab plan --report` are a tie."""
+NODESxCOUNTxGPU, such as 4x8xA100-SXM-80GB; this-machine, as dplab calibrate measured it; or unequal GPUs joined with
++, such as 2xRTX3090+1xRTX3060, which get samples by their speed. Everything is predicted; steps that differ
+by less than the errors in `dplab plan --report` are a tie."""
 
 
 def add(verbs: Verbs) -> None:
@@ -61,7 +62,7 @@ def plan(args: argparse.Namespace) -> Answer:
     from dplab.planner import search
 
     plans = search.plan(args.model, args.cluster, args.tokens_per_step, sequence=args.sequence,
-                        precision=args.precision, recipe=args.recipe, network=args.network,
+                        precision=_one(args.precision), recipe=args.recipe, network=args.network,
                         memory_limit=args.memory_limit, data_parallel_only=args.data_parallel, top=args.top)
     text, data = str(plans), plans.to_dict()
     if args.explain:
@@ -70,6 +71,11 @@ def plan(args: argparse.Namespace) -> Answer:
         data["trace"] = _trace(plans.best, args.trace)
         text += f"\n\n{data['trace']}: the best plan's step; open it in ui.perfetto.dev"
     return Answer(data, text)
+
+
+def _one(given: list[str] | None) -> str | list[str] | None:
+    """A single name alone."""
+    return given[0] if given and len(given) == 1 else given
 
 
 def _trace(best: Plan, path: str) -> str:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from dplab.planner.cost import Cost
 from dplab.planner.grid import Rejected, name
@@ -14,19 +14,45 @@ from dplab.planner.simulate import Timeline, simulate
 from dplab.planner.split import RECOMPUTE, Split
 from dplab.specs import PRECISIONS, SHARDINGS, Strategy
 
+if TYPE_CHECKING:
+    from dplab.planner.unequal import Mixed
+
 _WORDS = {"compute": "compute", "tensor": "tensor-parallel collectives", "bubble": "the pipeline's bubble",
           "data": "exposed data-parallel collectives", "optimizer": "the optimizer"}
 
 
 @dataclass(frozen=True, kw_only=True)
+class Shares:
+    """Samples of each rank in one micro-batch on unequal GPUs. `equal_step`: seconds of the best layout with equal
+    shares, None where none fits; `filled`: share of its memory that the fullest rank's `gpu` uses; `peak`:
+    dense FLOP/s of all GPUs together."""
+
+    samples: tuple[int, ...]
+    equal_step: float | None
+    filled: float
+    gpu: str
+    peak: float
+
+    @property
+    def equal(self) -> bool:
+        """True where every rank gets as many."""
+        return len(set(self.samples)) == 1
+
+    def __str__(self) -> str:
+        return ":".join(map(str, self.samples))
+
+
+@dataclass(frozen=True, kw_only=True)
 class Plan:
-    """One layout. `step` is seconds, predicted; `memory` and `cost` explain themselves."""
+    """One layout. `step` is seconds, predicted; `memory` and `cost` explain themselves, on unequal GPUs those of the
+    fullest rank."""
 
     split: Split
     precision: str
     step: float
     memory: Memory
     cost: Cost
+    shares: Shares | None = None
 
     @property
     def pure(self) -> bool:
@@ -45,17 +71,25 @@ class Plan:
         values: dict[str, Any] = {"sharding": SHARDINGS[name(self.split.zero)], "accumulate": self.split.accumulate,
                                   "precision": PRECISIONS[self.precision]}
         asked = Strategy(**values, recompute="full" if self.split.recompute else "none")
-        return Strategy(**values) if asked.not_implemented else asked
+        runs = Strategy(**values) if asked.not_implemented else asked
+        return runs if self.shares is None or self.shares.equal else replace(runs, shares=self.shares.samples)
 
     @property
     def mfu(self) -> float:
         """Model FLOPs utilization at `step`."""
+        if self.shares is not None:
+            return self._utilization(self.cost.profile.model_flops(), self.shares)
         return float(self.cost.mfu) * float(self.cost.step) / self.step
 
     @property
     def hfu(self) -> float:
         """Hardware FLOPs utilization at `step`: recomputation counted."""
+        if self.shares is not None:
+            return self._utilization(self.cost.profile.hardware_flops(RECOMPUTE[self.split.recompute]), self.shares)
         return float(self.cost.hfu) * float(self.cost.step) / self.step
+
+    def _utilization(self, flops: float, shares: Shares) -> float:
+        return flops * sum(shares.samples) * int(self.split.accumulate) / (self.step * shares.peak)
 
     def __str__(self) -> str:
         strategy = self.strategy
@@ -82,6 +116,9 @@ class Plan:
                 "recompute": RECOMPUTE[split.recompute], "precision": self.precision, "step_ms": self.step * 1e3,
                 "memory_bytes": self.memory.to_dict()["total"], "mfu": self.mfu, "hfu": self.hfu, "why": why,
                 "memory": self.memory.to_dict(),
+                "shares": None if self.shares is None else list(self.shares.samples),
+                "equal_step_ms": None if self.shares is None or self.shares.equal_step is None
+                else self.shares.equal_step * 1e3,
                 "time_ms": {part: float(value) * 1e3 for part, value in self.cost.parts.items()}}
 
 
@@ -90,7 +127,7 @@ class Plans:
     """The answer of a search. `limit` is the memory of a GPU that plans may use, in bytes."""
 
     profile: Profile
-    cluster: Cluster
+    cluster: Cluster | Mixed
     limit: float
     plans: tuple[Plan, ...]
     rejected: tuple[Rejected, ...]
@@ -106,7 +143,9 @@ class Plans:
         """Why a plan stands where it does, in one sentence."""
         parts = {part: float(value) for part, value in plan.cost.parts.items()}
         total = sum(parts.values())
-        if plan is self.best:
+        if plan.shares is not None:
+            text = self._why_shares(plan, plan.shares)
+        elif plan is self.best:
             spent = ", ".join(f"{value / total:.0%} {_WORDS[part]}" for part, value in sorted(
                 parts.items(), key=lambda item: -item[1]) if value / total >= 0.01)
             text = (f"the fastest that fits: {spent}; {float(plan.memory.total) / 2**30:.1f} of "
@@ -119,6 +158,19 @@ class Plans:
         if plan.split.recompute and plan.strategy is not None and plan.strategy.recompute == "none":
             text += "; let the model checkpoint its blocks (torch.utils.checkpoint)"
         return text
+
+    def _why_shares(self, plan: Plan, shares: Shares) -> str:
+        slower = "the fastest that fits" if plan is self.best else f"{plan.step / self.best.step - 1:.1%} slower"
+        if shares.equal:
+            gain = "equal shares are as fast as any"
+        elif shares.equal_step is None:
+            gain = "equal shares fit nowhere"
+        else:
+            gain = f"{shares.equal_step / plan.step - 1:.1%} faster than the best equal shares"
+        text = (f"{slower}: samples {shares} of a micro-batch by speed and memory, {gain}; the fullest GPU, "
+                f"{shares.gpu}, is {shares.filled:.0%} full")
+        return text + ("" if shares.equal else "; the strategy records the shares, which a run of this version refuses "
+                       "by name")
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from dplab.errors import UsageError
-from dplab.planner import configs, cost, grid, memory
+from dplab.planner import configs, cost, grid, memory, unequal
 from dplab.planner.grid import Rejected, Space
 from dplab.planner.hardware import Cluster, size
 from dplab.planner.hardware import cluster as parse_cluster
@@ -21,6 +21,7 @@ from dplab.planner.recipes import Recipe
 from dplab.planner.recipes import recipe as named_recipe
 from dplab.planner.simulate import simulate
 from dplab.planner.split import Split
+from dplab.planner.unequal import Mixed
 from dplab.specs import PRECISIONS
 
 HEADROOM = 0.05
@@ -42,14 +43,15 @@ class _Task:
     space: Space
 
 
-def plan(model: str | Path | dict[str, Any] | Profile, cluster: str | Cluster, tokens_per_step: int, *,
+def plan(model: str | Path | dict[str, Any] | Profile, cluster: str | Cluster | Mixed, tokens_per_step: int, *,
          sequence: int | None = None, precision: str | Sequence[str] | None = None,
          recipe: str | Recipe | None = None, network: str | None = None, memory_limit: str | float | None = None,
          space: Space | None = None, data_parallel_only: bool = False, top: int = 5) -> Plans:
     """The fastest layouts of a training step on a cluster, best first, and why the others were rejected. Predicted.
 
     `model`: a card's name, or a Hugging Face config (dict or path). `cluster`: `8xH100-SXM-80GB`, or `this-machine` as
-    `dplab.calibrate` measured it (`2xthis-machine:gloo`: ranks and wire), where only data parallelism is searched.
+    `dplab.calibrate` measured it (`2xthis-machine:gloo`: ranks and wire), where only data parallelism is searched;
+    `2xRTX3090+1xRTX3060` joins unequal GPUs in one data-parallel job, each with its share of the samples.
     `tokens_per_step` counts all ranks (samples for an image model) and must hold whole samples. `precision`: of
     PRECISIONS, several to search over; None: bf16, fp16 where the GPU has no bf16, fp32 on this machine. `network`:
     `50GB/s` or `400Gb/s` between nodes. `memory_limit`: `75GiB`, or bytes; None: what the GPU has less HEADROOM.
@@ -57,6 +59,12 @@ def plan(model: str | Path | dict[str, Any] | Profile, cluster: str | Cluster, t
     Raises UsageError for bad input, and where nothing fits, telling the least memory and GPUs that would do.
     """
     started = time.perf_counter()
+    if isinstance(cluster, Mixed) or (isinstance(cluster, str) and "+" in cluster):
+        if memory_limit is not None or space is not None or not isinstance(precision, str | None):
+            raise UsageError("memory_limit, space and several precisions are for equal GPUs; leave them out where a "
+                             "cluster joins unequal ones with +")
+        return unequal.plan(model, cluster, tokens_per_step, sequence=sequence, precision=precision, recipe=recipe,
+                            network=network, top=top)
     task = _checked(configs.model(model, sequence=sequence), parse_cluster(cluster, network=network), tokens_per_step,
                     memory_limit, space or Space(), data_parallel_only)
     if isinstance(top, bool) or not isinstance(top, int) or top < 1:

@@ -4,8 +4,8 @@
 
 Calibrates (unless --stored), then trains each model under each strategy on two ranks and puts the median step, and
 the memory of rank 0 (its ledger, and the most that was gathered at a time), beside what was predicted before it ran.
-The first steps are left out. On a busy machine steps are slowed by others: `quiet` is the low quarter of the steps, which is
-what the calibration measures, and the load stands above the table. Asserts nothing.
+The first steps are left out. On a busy machine steps are slowed by others: `quiet` is the low quarter of the steps,
+which is what the calibration measures, and the load stands above the table. Asserts nothing.
 """
 
 from __future__ import annotations
