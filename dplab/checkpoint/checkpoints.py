@@ -91,9 +91,9 @@ class Checkpoints:
             stored = Stored(Folder(place).readable())
             model, state = ModelState(self.trained), OptimizerState(self.trained)
             paths = model.check(stored, strict=strict)
+            general = self._read_general(stored, parts, optimizer=optimizer)
             if optimizer:
                 state.check(stored, strict=strict)
-            general = self._read_general(stored, parts, optimizer=optimizer)
         except Exception as error:
             problem = error
         agree(self._calls, problem, what=what, limit=limit, said=str(place))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -35,7 +36,7 @@ def test_boxes_are_the_stretch_and_few(shape, data):
 def test_a_cut_tensor_is_covered_and_not_with_a_part_taken_away_or_twice(shape, data):
     numel = math.prod(shape)
     cuts = sorted({0, numel, *data.draw(st.lists(st.integers(0, numel), max_size=4))})
-    parts = [(box.offsets, box.sizes) for low, high in zip(cuts, cuts[1:], strict=False)
+    parts = [(box.offsets, box.sizes) for low, high in itertools.pairwise(cuts)
              for box in boxes(shape, low, high)]
     check_cover("w", shape, parts)
     with pytest.raises(CheckpointError, match="elements, and its parts hold"):
@@ -67,6 +68,7 @@ def test_what_does_not_cover_is_said(shape, chunks, words):
 
 def test_differences_name_shapes_missing_and_extra_and_not_more_than_a_few():
     said = "; ".join(differences({"a": (2,), "b": (3, 4), "c": ()}, {"a": (3,), "d": (1,), "c": None}))
-    assert said == ("'a' has shape (3,) in the checkpoint and (2,) in the model, 'c' has shape none (it is no tensor) in "
-                    "the checkpoint and () in the model; missing in the checkpoint: 'b' (3, 4); not in the model: 'd' (1,)")
+    assert said == ("'a' has shape (3,) in the checkpoint and (2,) in the model, 'c' has shape none (it is no tensor) "
+                    "in the checkpoint and () in the model; missing in the checkpoint: 'b' (3, 4); not in the model: "
+                    "'d' (1,)")
     assert "and 2 more" in differences({str(i): (1,) for i in range(6)}, {})[0]
