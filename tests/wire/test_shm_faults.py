@@ -24,7 +24,7 @@ import dplab
 from dplab.errors import WireError
 from dplab.telemetry.recorder import NULL
 from dplab.wire.collectives import Collectives, Counters
-from tests.worlds import ProcessWorld, in_shm
+from tests.worlds import ProcessWorld, Uneven, adamw, build, in_shm, uneven_batches
 
 LIMIT = 20.0
 """Seconds within which a rank must have been told; far more than it takes."""
@@ -148,6 +148,39 @@ def test_a_killed_rank_frees_the_others_with_its_name(ranks: Any, how: str, call
         pattern = (rf"^rank 1 is gone \(process \d+ has ended or was killed\); rank {rank} waited [\d.e-]+ s for it in "
                    rf"{call}$")
         assert re.search(pattern, answers[rank]), answers[rank]
+
+
+def dies_in_backward(strategy: str) -> tuple[str, set[str]]:
+    """Rank 1 is killed in its third backward, with reductions under way."""
+    rank, seen = dist.get_rank(), []
+    model = build(Uneven, torch.float32)
+
+    def die(_module: torch.nn.Module, _gradient: Any) -> None:
+        seen.append(rank)
+        if rank == 1 and len(seen) == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    model.blocks[1].register_full_backward_pre_hook(die)
+    engine = dplab.parallelize(model, adamw, strategy)
+    x, y = uneven_batches(3)[rank]
+
+    def train() -> None:
+        for _ in range(5):
+            engine.backward(engine(x, y))
+            engine.step()
+
+    return told(train), names()
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3"])
+def test_a_rank_killed_in_backward_frees_the_others_with_its_name(ranks: Any, strategy: str) -> None:
+    before = names()
+    answers = ranks(3).answers(dies_in_backward, f"{strategy}+bucket_mb=1e-05", dead=[1], timeout=LIMIT)
+    for rank in (0, 2):
+        message, left = answers[rank]
+        assert re.search(rf"rank 1 is gone \(process \d+ has ended or was killed\); rank {rank} waited [\d.e-]+ s for "
+                         rf"it in \w+", message), message
+        assert left == before
 
 
 def leaves() -> str:
