@@ -7,6 +7,7 @@ import contextlib
 import random
 import statistics
 import sys
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,15 +22,19 @@ from dplab.workloads.catalog import workload
 DEFAULT = ["ddp", "zero1", "zero2", "zero3", "single"]
 _WARM_UP = 3
 """Steps of a first turn that is not counted."""
+_FEWEST_PAIRS = 6
+"""Below this many pairs the resampled medians are little more than the pairs themselves: no interval is told."""
 _NOTES = f"""how to read it:
-  step ms   median over blocks of the mean step; the rate is that of all ranks at this step time, without the waiting
-            between turns (dplab attach RUN tells the rate from first to last step)
-  ratio     median of the ratios of paired blocks, with the 95 % interval of that median: it takes out a machine that
-            drifts, and so may differ from the ratio of the two step times beside it
-  loss      of the last counted step, mean over ranks; {_WARM_UP} steps to warm up come before those that count
-  memory    private bytes of all ranks and their shared pages once, at the peak
-  sent      by rank 0, where the system counts
-  sync ms   exposed, where the system tells"""
+  step ms        median over blocks of the mean step
+  paired ratio   median of the ratios of paired blocks, with the 95 % interval of that median ({_FEWEST_PAIRS} blocks
+                 at least); it takes out a machine that drifts, so that it may differ from the ratio of the
+                 two step times beside it
+  sync ms        exposed synchronisation of a step, where the system tells
+  tokens/s       (samples/s of images) of all ranks at this step time, without the waiting between turns (dplab attach
+                 RUN tells the rate from first to last step)
+  last loss      of the last counted step, mean over ranks; {_WARM_UP} steps to warm up come before those that count
+  MB, all ranks  private bytes of all ranks and their shared pages once, at the peak
+  sent MB/step   by rank 0, where the system counts"""
 
 
 def add(verbs: Verbs) -> None:
@@ -101,23 +106,40 @@ def _start(each: System, args: argparse.Namespace, kwargs: dict[str, Any], world
 
 
 def _take_turns(contenders: list[Contender], steps: int, block: int) -> None:
-    line = ProgressLine()
-    for each in contenders:
-        line.show(f"starting {each.name}")
+    line = ProgressLine(log_every=1)
+    seconds, done = 0.0, _WARM_UP
+    for number, each in enumerate(contenders, 1):
+        line.show(f"starting {each.name} ({number} of {len(contenders)})")
         each.world.connect()
-        each.turn(_WARM_UP, counted=False)
+        seconds += _timed(each, _WARM_UP, counted=False)
     blocks = [min(block, steps - begun) for begun in range(0, steps, block)]
     for index, size in enumerate(blocks):
+        left = seconds / done * (steps - sum(blocks[:index]))
+        if index == 0:
+            seconds, done = 0.0, 0      # warming up was slower: told while there is nothing better
+        told = f"block {index + 1}/{len(blocks)}, about {left:,.0f} s to go"
+        line.show(told)
         # Every other round the other way round: what follows a system should not always be the same one.
         for each in contenders if index % 2 == 0 else reversed(contenders):
-            line.show(f"block {index + 1}/{len(blocks)} {each.name}")
-            each.turn(size, counted=True)
+            line.rewrite(f"{told}: {each.name}")
+            seconds += _timed(each, size, counted=True)
+        done += size
     line.end()
 
 
-def paired_ratio(times: list[float], baseline: list[float], *, draws: int = 2000) -> dict[str, float]:
-    """Median of the ratios of paired blocks, with the 95 % interval of that median under resampled blocks."""
+def _timed(each: Contender, steps: int, *, counted: bool) -> float:
+    """Seconds of a turn, what is around its steps included."""
+    begin = time.monotonic()
+    each.turn(steps, counted=counted)
+    return time.monotonic() - begin
+
+
+def paired_ratio(times: list[float], baseline: list[float], *, draws: int = 2000) -> dict[str, float | None]:
+    """Median of the ratios of paired blocks, with the 95 % interval of that median under resampled blocks: `low` and
+    `high`, None where there are fewer than six pairs."""
     ratios = [time / base for time, base in zip(times, baseline, strict=True)]
+    if len(ratios) < _FEWEST_PAIRS:
+        return {"median": statistics.median(ratios), "low": None, "high": None}
     generator = random.Random(0)
     medians = sorted(statistics.median(generator.choices(ratios, k=len(ratios))) for _ in range(draws))
     return {"median": statistics.median(ratios), "low": medians[int(0.025 * draws)],
@@ -139,18 +161,21 @@ def _row(each: Contender, baseline: Contender, world_size: int) -> dict[str, Any
 
 
 def _table(rows: list[dict[str, Any]], unit: str) -> str:
-    head = ("system", "step ms", f"paired ratio to {rows[0]['strategy']} [95 %]", "sync ms", f"{unit}/s", "last loss",
-            "MB, all ranks", "sent MB/step")
+    told = rows[0]["ratio"]["low"] is not None
+    head = ("system", "step ms", f"paired ratio to {rows[0]['strategy']}{' [95 %]' if told else ''}", "sync ms",
+            f"{unit}/s", "last loss", "MB, all ranks", "sent MB/step")
     lines = [head]
     for row in rows:
         ratio, sync = row["ratio"], row["sync_ms_median"]
+        interval = f" [{ratio['low']:.3f}, {ratio['high']:.3f}]" if told else ""
         sent = sum(each["bytes"] for name, each in row["wire"].items() if name != "init")
         sent /= (row["steps"] + row["warm_up_steps"]) * 1e6
-        lines.append((row["strategy"], f"{row['step_ms_median']:.1f}",
-                      f"{ratio['median']:.3f} [{ratio['low']:.3f}, {ratio['high']:.3f}]",
+        lines.append((row["strategy"], f"{row['step_ms_median']:.1f}", f"{ratio['median']:.3f}{interval}",
                       "-" if sync is None else f"{sync:.1f}", f"{row['tokens_per_s']:,.0f}", f"{row['loss_last']:.4f}",
                       f"{row['peak_total_bytes'] / 1e6:,.0f}", f"{sent:,.2f}" if row["wire"] else "-"))
     widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
     table = ["  ".join(cell.ljust(width) if column == 0 else cell.rjust(width)
                        for column, (cell, width) in enumerate(zip(line, widths, strict=True))) for line in lines]
+    if not told:
+        table.append(f"too few blocks for an interval: give at least {_FEWEST_PAIRS} (more --steps, smaller --block)")
     return "\n".join([*table, "", _NOTES])

@@ -17,7 +17,7 @@ def figures(summary: Summary) -> dict[str, Any]:
 
 
 def progress(summary: Summary, steps: int | None = None) -> str:
-    """One line: step (of how many, where that is known), loss, tokens/s, sync share, memory."""
+    """One line: step (of how many, where that is known), loss, tokens/s, sync share, the largest process's peak."""
     told = figures(summary)
     parts = [f"step {summary.steps}" if steps is None else f"step {summary.steps}/{steps}"]
     if summary.loss is not None:
@@ -26,6 +26,6 @@ def progress(summary: Summary, steps: int | None = None) -> str:
         parts.append(f"{told['tokens_per_s']:,.0f} {summary.unit}/s")
     if told["step_ms_median"]:
         parts.append(f"sync {told['sync_ms_median'] / told['step_ms_median']:.0%}")
-    if told["peak_bytes"]:
-        parts.append(f"memory {max(told['peak_bytes']) / 1e6:,.0f} MB a rank")
+    if told["peak_bytes"] and summary.steps:
+        parts.append(f"process peak {max(told['peak_bytes']) / 1e6:,.0f} MB")
     return " · ".join(parts)

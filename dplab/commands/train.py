@@ -126,29 +126,40 @@ def mean_losses(results: list[dict[str, Any]]) -> dict[str, float]:
 
 
 class ProgressLine:
-    """One line on standard error: rewritten in a terminal, in a log one line now and then."""
+    """One line on standard error: rewritten in a terminal; in a log every so many calls, and whatever came last."""
 
-    _LOG_EVERY = 20
-
-    def __init__(self) -> None:
+    def __init__(self, *, log_every: int = 20) -> None:
         self._live = sys.stderr.isatty()
-        self._shown = ""
+        self._log_every = log_every
+        self._told = self._printed = ""
         self._calls = 0
 
     def show(self, text: str) -> None:
         """Replaces the line."""
         if self._live:
-            print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
-        elif text != self._shown and self._calls % self._LOG_EVERY == 0:
-            print(text, file=sys.stderr, flush=True)
+            self.rewrite(text)
+        elif self._calls % self._log_every == 0:
+            self._log(text)
+        self._told = text
         self._calls += 1
-        self._shown = text
+
+    def rewrite(self, text: str) -> None:
+        """Replaces the line in a terminal; a log is left as it is."""
+        if self._live:
+            print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
 
     def end(self) -> None:
         """Leaves the last line standing."""
-        if self._live or (self._calls - 1) % self._LOG_EVERY:
-            print("" if self._live else self._shown, file=sys.stderr, flush=True)
+        if not self._live:
+            self._log(self._told)
+        elif self._calls:
+            print(file=sys.stderr, flush=True)
         self._calls = 0
+
+    def _log(self, text: str) -> None:
+        if text != self._printed:
+            print(text, file=sys.stderr, flush=True)
+            self._printed = text
 
 
 def _text(data: dict[str, Any], unit: str) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from dplab.telemetry.events import Event
+from dplab.telemetry.pace import Pace, number
 
 _WAITING_STEPS = 256
 
@@ -16,8 +17,6 @@ class Summary:
     """Figures of one run so far; feed it events in any batches, each once."""
 
     def __init__(self) -> None:
-        self.steps = 0
-        """optimizer steps that every rank has finished"""
         self.loss: float | None = None
         """mean over ranks, of the latest step whose loss every rank that tells any has told"""
         self.memory: dict[int, dict[str, Any]] = {}
@@ -28,30 +27,26 @@ class Summary:
         """count and bytes sent by rank 0 in training steps, by collective"""
         self._losses: dict[int, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
         self._loss_ranks: set[int] = set()
-        self._paused: dict[int, int] = defaultdict(int)
-        self._left_out: dict[int, int] = defaultdict(int)
-        self._steps_of: dict[int, int] = defaultdict(int)
+        self._pace = Pace()
         self._step_ns: list[int] = []
         self._exposed: dict[tuple[int, int], int] = defaultdict(int)
-        self._samples = self._tokens = 0
-        self._training: tuple[int, int] | None = None
 
     def feed(self, events: Iterable[Event]) -> Summary:
         """Takes events and returns itself."""
         for event in events:
-            if event.kind == "step":
-                self._take_step(event)
+            step_ns = self._pace.feed(event)
+            if step_ns is not None:
+                self._step_ns.append(step_ns)
             elif event.kind == "collective" and event.attrs.get("purpose") in ("grads", "params"):
                 self._take_collective(event)
-            elif event.kind == "data":
-                samples = int(_number(event, "samples") or 0)
-                self._samples += samples
-                self._tokens += int(_number(event, "tokens") or samples)
-            elif event.kind == "pause":
-                self._paused[event.rank] += event.t1 - event.t0
             elif event.kind == "gauge":
                 self._take_gauge(event)
         return self
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps that every rank has finished."""
+        return self._pace.steps
 
     @property
     def step_ms(self) -> float | None:
@@ -65,17 +60,13 @@ class Summary:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Tokens (samples where there are none) of all ranks a second, first step's start to last step's end, pauses
-        left out."""
-        if not self._tokens or self._training is None:
-            return None
-        paused = statistics.fmean(self._left_out.values()) if self._left_out else 0.0
-        return self._tokens * 1e9 / max(self._training[1] - self._training[0] - paused, 1)
+        """Tokens of all ranks a second, as `Pace` counts them."""
+        return self._pace.tokens_per_s
 
     @property
     def unit(self) -> str:
-        """What `tokens_per_s` counts: `tokens`, or `samples` where none has more than one token (images)."""
-        return "samples" if self._tokens == self._samples else "tokens"
+        """What `tokens_per_s` counts: `tokens`, or `samples` of images."""
+        return self._pace.unit
 
     def line(self) -> str:
         """`step 12, loss 2.314, 1,204 tokens/s`: what there is of it, or an empty string."""
@@ -86,21 +77,12 @@ class Summary:
             parts.append(f"{self.tokens_per_s:,.0f} {self.unit}/s")
         return ", ".join(parts)
 
-    def _take_step(self, event: Event) -> None:
-        self._steps_of[event.rank] += 1
-        self.steps = min(self._steps_of.values())
-        paused = self._paused.pop(event.rank, 0)      # a step begins where the last one ended, before the pause
-        self._left_out[event.rank] += paused
-        self._step_ns.append(event.t1 - event.t0 - paused)
-        first, last = self._training or (event.t0, event.t1)
-        self._training = (min(first, event.t0), max(last, event.t1))
-
     def _take_collective(self, event: Event) -> None:
-        self._exposed[event.rank, event.step] += int(_number(event, "exposed") or 0)
+        self._exposed[event.rank, event.step] += int(number(event, "exposed") or 0)
         if event.rank == 0:
             row = self.wire.setdefault(event.name, {"count": 0, "bytes": 0})
             row["count"] += 1
-            row["bytes"] += int(_number(event, "bytes") or 0)
+            row["bytes"] += int(number(event, "bytes") or 0)
 
     def _take_gauge(self, event: Event) -> None:
         if event.name == "loss":
@@ -108,11 +90,11 @@ class Summary:
         elif event.name == "memory":
             self.memory[event.rank] = dict(event.attrs)
         elif event.name == "process":
-            private = int(_number(event, "private") or 0)
+            private = int(number(event, "private") or 0)
             self.peak_private[event.rank] = max(self.peak_private.get(event.rank, 0), private)
 
     def _take_loss(self, event: Event) -> None:
-        value = _number(event, "value")
+        value = number(event, "value")
         if value is None:
             return
         self._loss_ranks.add(event.rank)
@@ -125,8 +107,3 @@ class Summary:
             for step in [step for step in self._losses if step < max(told)]:
                 del self._losses[step]      # none of them can be the latest any more
 
-
-def _number(event: Event, name: str) -> float | None:
-    """An attribute that is a number; None for any other, as a program may record whatever it likes."""
-    value = event.attrs.get(name)
-    return value if isinstance(value, int | float) and not isinstance(value, bool) else None

@@ -10,7 +10,7 @@ import plotly.graph_objects as go  # type: ignore[import-untyped]
 from dplab.telemetry.events import CATEGORIES, Event
 from dplab.views import theme
 from dplab.views.fold import Fold
-from dplab.views.panels import TIME_PARTS
+from dplab.views.panels import TIME_PARTS, last_steps
 from dplab.views.records import Bars, Chart, Lanes, Line, StackedArea, Text
 from dplab.views.words import short
 
@@ -46,12 +46,13 @@ def timeline_figure(events: Iterable[Event]) -> go.Figure:
 
 def comparison(runs: Mapping[str, Iterable[Event]]) -> list[Chart]:
     """Runs side by side: median step time by part (ms), and rank 0's memory by category after its last step (MB)."""
-    times, memory = [], []
+    times, memory, steps = [], [], 0
     for events in runs.values():
         events = list(events)
         fold = Fold(1 + max((event.rank for event in events), default=0))
         fold.feed(events)
         medians, latest = fold.steps.medians() or {}, fold.memory.latest()
+        steps = max([steps, *map(len, fold.steps.series.values())])
         times.append([medians.get(part, 0.0) for part in TIME_PARTS])
         memory.append([latest.get(name, 0.0) for name in CATEGORIES])
     names = tuple(runs)
@@ -59,7 +60,7 @@ def comparison(runs: Mapping[str, Iterable[Event]]) -> list[Chart]:
     used = [part for part in range(len(CATEGORIES)) if values[part].any()]
     roles = tuple(CATEGORIES[part] for part in used)
     parts = np.array(times, dtype=np.float64).reshape(len(names), -1).T
-    return [_bars("times", "Step time", "ms", "medians of the last 50 steps, all ranks",
+    return [_bars("times", "Step time", "ms", f"medians of {last_steps(steps)}, all ranks",
                   Bars(names=names, roles=TIME_PARTS, values=parts)),
             _bars("memories", "Memory of rank 0", "MB", "as the last step left it",
                   Bars(names=names, roles=roles, values=values[used]))]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from dplab.telemetry.events import Event
+from dplab.telemetry.pace import Pace
 from dplab.views.panels import LossPanel, MemoryPanel, StepPanel
 from dplab.views.records import Chart
 from dplab.views.steps import StepAssembler
@@ -15,17 +15,17 @@ from dplab.views.sync import DEFINITION, SyncPanel
 from dplab.views.wire import WirePanel
 from dplab.views.words import short
 
-_RATE_WINDOW_NS = 5_000_000_000
-
 
 @dataclass(frozen=True, kw_only=True)
 class Status:
-    """The board's first line. `tokens_per_s` is of all ranks over the last 5 s, `overlap` a share of 1."""
+    """The board's first line: `steps` that every rank has finished, `tokens_per_s` of all ranks over the whole run
+    (`unit` says of what), both as the command line counts them; `overlap` a share of 1."""
 
-    step: int | None
+    steps: int | None
     loss: float | None
     step_ms: float | None
     tokens_per_s: float | None
+    unit: str | None
     overlap: float | None
 
     def to_dict(self) -> dict[str, Any]:
@@ -34,8 +34,8 @@ class Status:
 
     def facts(self) -> tuple[tuple[str, str], ...]:
         """Name and value of each, as the board's first line says them."""
-        return (("step", "–" if self.step is None else str(self.step)), ("loss", short(self.loss, 4)),
-                ("tokens/s", short(self.tokens_per_s)))
+        return (("steps", "–" if self.steps is None else str(self.steps)), ("loss", short(self.loss, 4)),
+                (f"{self.unit or 'tokens'}/s", short(self.tokens_per_s)))
 
 
 class Fold:
@@ -51,8 +51,8 @@ class Fold:
         self.sync = SyncPanel(world_size)
         self.wire = WirePanel(world_size, strategy)
         self.memory = MemoryPanel()
+        self.pace = Pace()
         self._assembler = StepAssembler()
-        self._tokens: deque[tuple[int, int]] = deque()
 
     def feed(self, events: Iterable[Event]) -> None:
         """Takes events."""
@@ -60,34 +60,19 @@ class Fold:
             self.memory.feed(event)
             self.wire.feed(event)
             self.loss.feed(event)
-            if event.kind == "data":
-                self._feed_tokens(event)
+            self.pace.feed(event)
             step = self._assembler.feed(event)
             if step is not None:
                 self.steps.feed(step)
                 self.sync.feed(step)
                 self.wire.feed_step(step)
 
-    def _feed_tokens(self, event: Event) -> None:
-        self._tokens.append((event.t1, int(event.attrs.get("tokens", 0))))
-        newest = max(self._tokens[-1][0], self._tokens[0][0])
-        while self._tokens[0][0] < newest - _RATE_WINDOW_NS:
-            self._tokens.popleft()
-
-    def tokens_per_s(self) -> float | None:
-        """Tokens of all ranks per second over the last five seconds; None before there are two batches."""
-        if len(self._tokens) < 2:
-            return None
-        times = [time for time, _ in self._tokens]
-        span = max(times) - min(times)
-        # the earliest batch opens the interval, its tokens were worked on before it
-        return (sum(tokens for _, tokens in self._tokens) - self._tokens[0][1]) * 1e9 / span if span else None
-
     def status(self) -> Status:
         """The newest figures."""
         median = self.steps.medians()
-        return Status(step=self.sync.step, loss=self.loss.last, step_ms=median["total"] if median else None,
-                      tokens_per_s=self.tokens_per_s(), overlap=self.sync.overlap())
+        rate = self.pace.tokens_per_s
+        return Status(steps=self.pace.steps or None, loss=self.loss.last, step_ms=median["total"] if median else None,
+                      tokens_per_s=rate, unit=None if rate is None else self.pace.unit, overlap=self.sync.overlap())
 
     def charts(self, rank: int = 0) -> list[Chart]:
         """Loss, step time, synchronisation, wire, memory, utilization."""
@@ -117,5 +102,5 @@ class Fold:
             lines.append(f"  {chart.title}: {chart.words or note}")
         status = self.status()
         if status.tokens_per_s is not None:
-            lines.append(f"  {status.tokens_per_s:,.0f} tokens/s over all ranks")
+            lines.append(f"  {status.tokens_per_s:,.0f} {status.unit}/s over all ranks")
         return "\n".join(lines)

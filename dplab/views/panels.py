@@ -15,8 +15,15 @@ SHOWN_RANKS = 16
 """Ranks that get columns and lanes of their own; more would not be told apart on a screen."""
 _PENDING_STEPS = 256
 _SMOOTHING = 0.9
+MEDIAN_STEPS = 50
+"""Steps over which medians are told: the last ones, or all where there are fewer."""
 TIME_PARTS = ("compute", "exposed", "other_time")
 GAUGES = ("cpu", "gpu")
+
+
+def last_steps(steps: int) -> str:
+    """The steps whose medians are told, in words."""
+    return f"the last {MEDIAN_STEPS} steps" if steps > MEDIAN_STEPS else "all steps"
 
 
 def robust_top(values: Floats) -> float:
@@ -102,7 +109,7 @@ class StepPanel:
         parts = [ns / 1e6 for ns in step.split_ns()]
         self.series[step.rank].append(step.index, *parts, sum(parts))
 
-    def medians(self, last: int = 50, *, rank: int | None = None) -> dict[str, float] | None:
+    def medians(self, last: int = MEDIAN_STEPS, *, rank: int | None = None) -> dict[str, float] | None:
         """Median ms of each part over the last steps of all ranks, or of one; None before the first step."""
         chosen = self.series.values() if rank is None else [self.series[rank]] if rank in self.series else []
         if not chosen:
@@ -118,16 +125,16 @@ class StepPanel:
         if median is None:
             return Chart(key="steps", title=title, x_label="step", y_label="ms", rank=rank,
                          marks=(Text(text=f"no finished step on rank {rank} yet"),))
-        series = self.series[rank]
+        series, over = self.series[rank], last_steps(len(self.series[rank]))
         legend = tuple((part, f"{theme.label(part)} {short(median[part])}") for part in TIME_PARTS)
         return Chart(
             key="steps", title=title, x_label="step", y_label="ms", rank=rank,
-            value=f"{short(median['total'])} ms", legend=legend, caption="numbers: medians of the last 50 steps",
+            value=f"{short(median['total'])} ms", legend=legend, caption=f"numbers: medians of {over}",
             marks=(StackedArea(roles=TIME_PARTS, x=series["step"].copy(),
                                ys=np.stack([series[part] for part in TIME_PARTS])),),
             x_range=(float(series["step"][0]), float(series["step"][-1]) + 1),
             y_range=(0.0, robust_top(series["total"])),
-            note=f"median {short(median['total'])} ms: {', '.join(text for _, text in legend)} (last 50 steps)")
+            note=f"median {short(median['total'])} ms: {', '.join(text for _, text in legend)} ({over})")
 
 
 class MemoryPanel:
@@ -150,7 +157,7 @@ class MemoryPanel:
         if event.name == "memory":
             self._feed_memory(event, seconds)
         elif event.name == "process":
-            self._process[event.rank] = event.attrs.get("private", np.nan)
+            self._process[event.rank] = max(event.attrs.get("private", 0), self._process.get(event.rank, 0))
         elif event.name == "utilization" and any(name in event.attrs for name in GAUGES):
             if event.rank not in self.utilization:
                 self.utilization[event.rank] = Series("seconds", *GAUGES, peak="cpu", capacity=512)
@@ -185,7 +192,7 @@ class MemoryPanel:
         legend = tuple((role, f"{theme.label(role)} {short(series[role][-1])}") for role in roles)
         value = f"{short(total)} MB in tensors"
         if np.isfinite(process):
-            value += f", process {short(process)} MB"
+            value += f", process peak {short(process)} MB"
         return Chart(
             key="memory", title=f"Memory, rank {rank}", x_label="s", y_label="MB", rank=rank, value=value,
             marks=(StackedArea(roles=roles, x=series["seconds"].copy(), ys=ys[used]),), legend=legend,

@@ -29,16 +29,21 @@ class Step:
         return [span for span in self.spans
                 if span.kind == "collective" and span.attrs.get("purpose") in ("grads", "params")]
 
+    def waits(self) -> list[Interval]:
+        """When the rank stood still for collectives, in order and apart from each other.
+
+        A collective blocks its caller at its end, so its exposed time is taken as the last part of its span.
+        """
+        return self._clip(_union((span.t1 - span.attrs.get("exposed", 0), span.t1) for span in self.spans
+                                 if span.kind == "collective" and span.attrs.get("purpose") != "init"))
+
     def split_ns(self) -> tuple[int, int, int]:
         """Compute, exposed synchronisation and the rest, in ns; they add up to the step.
 
-        A collective blocks its caller at its end, so its exposed time is taken as the last part of its span.
         Waits inside a forward, backward or optimizer span count as exposed, not as compute.
         """
-        work = _union((span.t0, span.t1) for span in self.spans if span.kind in WORK)
-        waits = _union((span.t1 - span.attrs.get("exposed", 0), span.t1) for span in self.spans
-                       if span.kind == "collective" and span.attrs.get("purpose") != "init")
-        work, waits = self._clip(work), self._clip(waits)
+        work = self._clip(_union((span.t0, span.t1) for span in self.spans if span.kind in WORK))
+        waits = self.waits()
         exposed = _length(waits)
         # |work minus waits| = |work or waits| - |waits|
         compute = _length(_union([*work, *waits])) - exposed
@@ -67,6 +72,17 @@ class StepAssembler:
             if len(spans) > _OPEN_LIMIT:
                 del spans[: _OPEN_LIMIT // 2]
         return None
+
+
+def without(interval: Interval, holes: list[Interval]) -> list[Interval]:
+    """What is left of an interval outside of holes that are in order."""
+    start, end = interval
+    left = []
+    for begin, over in holes:
+        if begin < end and over > start:
+            left.append((start, begin))
+            start = max(start, over)
+    return [(a, b) for a, b in [*left, (start, end)] if b > a]
 
 
 def _union(intervals: Iterable[Interval]) -> list[Interval]:

@@ -11,7 +11,7 @@ from dplab.telemetry.events import Event
 from dplab.views import theme
 from dplab.views.panels import SHOWN_RANKS
 from dplab.views.records import Chart, Lanes, Text
-from dplab.views.steps import WORK, Step
+from dplab.views.steps import WORK, Step, without
 from dplab.views.words import percent
 
 KEPT_STEPS = 32
@@ -91,15 +91,23 @@ def lanes(steps: list[Step]) -> Lanes:
     rows: list[int] = []
     for step in steps:
         names += [f"rank {step.rank}", "wire"]
-        for span in step.spans:
-            if span.kind in WORK:
-                bars.add((len(rows), 0), max(span.t0, step.t0), min(span.t1, step.t1), _WORK_ROLE[span.kind],
-                         f"rank {step.rank}, {span.kind}")
+        _add_work(bars, len(rows), step)
         _add_wire(bars, len(rows) + 1, step)
         rows += [1, WIRE_ROWS]
     columns = np.array(bars.bars, dtype=np.float64).reshape(-1, 5).T
     return Lanes(names=tuple(names), rows=tuple(rows), roles=ROLES, lane=columns[0], row=columns[1],
                  start=columns[2], end=columns[3], kind=columns[4], texts=tuple(bars.texts))
+
+
+def _add_work(bars: _Bars, lane: int, step: Step) -> None:
+    """Adds what the rank computed, and where it stood still for the wire instead."""
+    waits = step.waits()
+    for span in step.spans:
+        if span.kind in WORK:
+            for start, end in without((max(span.t0, step.t0), min(span.t1, step.t1)), waits):
+                bars.add((lane, 0), start, end, _WORK_ROLE[span.kind], f"rank {step.rank}, {span.kind}")
+    for start, end in waits:
+        bars.add((lane, 0), start, end, "waiting", f"rank {step.rank}, waiting for the wire")
 
 
 def _add_wire(bars: _Bars, lane: int, step: Step) -> None:

@@ -350,7 +350,7 @@ function render({ model, el }) {
     for (const panel of panels) panel.redraw(store, rank, style);
     const ended = performance.now();
     nextAt = ended + (ended - began);
-    Object.assign(root.dataset, { seq: store.seq, redraws: ++redraws, step: store.status.step ?? "",
+    Object.assign(root.dataset, { seq: store.seq, redraws: ++redraws, step: store.status.steps ?? "",
       state: store.status.state, drawMs: (ended - began).toFixed(2), lagMs: Math.round(Date.now() - sent) });
   };
   const schedule = () => {

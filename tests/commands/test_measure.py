@@ -31,7 +31,7 @@ def test_a_run_of_two_ranks():
                   Event("gauge", "process", 0, 0, 0, 0, {"private": 200_000_000, "resident": 900})])
     assert figures(summary) == {"tokens_per_s": 1000 / 0.46, "step_ms_median": 55, "sync_ms_median": 11,
                                 "peak_bytes": [300_000_000, 400_000_000]}
-    assert progress(summary, 9) == "step 5/9 · loss 1.000 · 2,174 tokens/s · sync 20% · memory 400 MB a rank"
+    assert progress(summary, 9) == "step 5/9 · loss 1.000 · 2,174 tokens/s · sync 20% · process peak 400 MB"
     assert progress(summary).startswith("step 5 ·")
 
 

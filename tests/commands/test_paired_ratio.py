@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import random
+import re
 
 import pytest
 
 from dplab.commands.compare import _table, paired_ratio
+
+ROW = {"strategy": "ddp", "ratio": {"median": 1.2, "low": 1.1, "high": 1.3}, "sync_ms_median": None, "steps": 8,
+       "warm_up_steps": 2, "wire": {"init": {"bytes": 5}, "all_reduce": {"bytes": 20_000_000}}, "loss_last": 2.0,
+       "step_ms_median": 100.0, "tokens_per_s": 5.0, "peak_total_bytes": 3e8}
 
 
 def test_a_systems_ratio_to_itself_is_one():
@@ -32,15 +37,29 @@ def test_the_interval_covers_the_truth_about_as_often_as_it_says():
     assert 0.88 <= hits / trials <= 1.0
 
 
-def test_one_block_has_an_interval_of_one_point():
-    assert paired_ratio([120.0], [100.0]) == pytest.approx({"median": 1.2, "low": 1.2, "high": 1.2})
+@pytest.mark.parametrize("blocks", [1, 2, 5])
+def test_too_few_blocks_have_no_interval(blocks):
+    ratio = paired_ratio([120.0] * blocks, [100.0] * blocks)
+    assert ratio == {"median": pytest.approx(1.2), "low": None, "high": None}
+    text = _table([{**ROW, "ratio": ratio}], "tokens")
+    assert "paired ratio to ddp  " in text.splitlines()[0]
+    assert text.splitlines()[1].split()[:4] == ["ddp", "100.0", "1.200", "-"]
+    assert text.splitlines()[2].startswith("too few blocks for an interval: give at least 6")
+
+
+def test_six_blocks_have_one():
+    assert paired_ratio([120.0] * 6, [100.0] * 6) == pytest.approx({"median": 1.2, "low": 1.2, "high": 1.2})
+
+
+def test_every_column_is_explained_by_its_name():
+    head, *rest = _table([ROW], "tokens").splitlines()
+    columns = [name for name in re.split(r"  +", head.replace(" to ddp [95 %]", "")) if name]
+    explained = [re.split(r"  +", line.strip())[0] for line in rest if re.match(r"  \S", line)]
+    assert explained == columns[1:]
 
 
 def test_the_table_says_how_it_is_to_be_read():
-    row = {"strategy": "ddp", "ratio": {"median": 1.2, "low": 1.1, "high": 1.3}, "sync_ms_median": None, "steps": 8,
-           "warm_up_steps": 2, "wire": {"init": {"bytes": 5}, "all_reduce": {"bytes": 20_000_000}}, "loss_last": 2.0,
-           "step_ms_median": 100.0, "tokens_per_s": 5.0, "peak_total_bytes": 3e8}
-    head, line, _, *notes = _table([row], "samples").splitlines()
+    head, line, _, *notes = _table([ROW], "samples").splitlines()
     assert head.split("  ")[0] == "system"
     assert "paired ratio to ddp [95 %]" in head
     assert "MB, all ranks" in head

@@ -33,7 +33,9 @@ def test_timeline_holds_every_bar_of_the_newest_complete_step():
     assert drawn.layout.title.text == "Gradient synchronisation, step 3"
     backward = next(trace for trace in drawn.data if trace.name == "backward")
     assert list(backward.base) == [33, 33]
-    assert list(backward.x) == [45, 45]
+    assert list(backward.x) == [33, 33]
+    waiting = next(trace for trace in drawn.data if trace.name == "waiting")
+    assert {(66, 12), (94, 4)} <= set(zip(waiting.base, waiting.x, strict=True))
     exposed = next(trace for trace in drawn.data if trace.name == "exposed sync")
     assert exposed.marker.pattern.shape == "/"
     assert list(drawn.layout.yaxis.ticktext) == ["rank 0", "wire", "rank 1", "wire"]

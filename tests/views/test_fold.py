@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dplab.telemetry.events import Event
+from dplab.telemetry.summary import Summary
 from dplab.views.fold import Fold
 from tests.views.synthetic import PERIOD, TOKENS, run_events
 
@@ -40,18 +41,22 @@ def test_status_is_that_of_the_synthetic_run():
     fold = Fold(2)
     fold.feed(run_events(2, 10))
     status = fold.status()
-    assert (status.step, status.loss, status.step_ms) == (9, pytest.approx(2.1), pytest.approx(100))
-    # 20 batches; the first of them opens the interval of 9 periods
-    assert status.tokens_per_s == pytest.approx(19 * TOKENS / (9 * PERIOD / 1e3))
+    assert (status.steps, status.loss, status.step_ms) == (10, pytest.approx(2.1), pytest.approx(100))
+    # 20 batches, from the first step's start to the last one's end
+    assert status.tokens_per_s == pytest.approx(20 * TOKENS / ((9 * PERIOD + 100) / 1e3))
+    assert status.facts() == (("steps", "10"), ("loss", "2.1"), ("tokens/s", "18,789"))
     assert status.to_dict()["overlap"] == pytest.approx(1 - 16 / 60)
 
 
-def test_tokens_per_second_forget_what_is_older_than_five_seconds():
+def test_the_board_counts_as_the_command_line_does():
+    events = run_events(2, 7)
+    fold, summary = Fold(2), Summary().feed(events)
+    fold.feed(events)
+    assert (fold.status().steps, fold.status().tokens_per_s) == (summary.steps, summary.tokens_per_s)
+    images = [Event("data", "loader", 0, 0, 0, 0, {"samples": 8}), Event("step", "train", 0, 0, 0, 10**9, {})]
     fold = Fold(1)
-    second = 1_000_000_000
-    fold.feed(Event("data", "loader", 0, at, at * second, at * second, {"tokens": 1000}) for at in range(10))
-    fold.feed(Event("data", "loader", 0, at, at * second, at * second, {"tokens": 10}) for at in range(10, 30))
-    assert fold.tokens_per_s() == pytest.approx(10)
+    fold.feed(images)
+    assert fold.status().facts()[2] == ("samples/s", "8")
 
 
 def test_nothing_yet_is_a_status_of_nothing():
@@ -64,13 +69,13 @@ def test_summary_says_the_board_in_words():
     assert fold.summary("my run").splitlines() == [
         "my run",
         "  Loss: 3.000 at step 0, 2.100 at step 9",
-        "  Step time, rank 0: median 100 ms: compute 78, exposed sync 16, other 6 (last 50 steps)",
+        "  Step time, rank 0: median 100 ms: compute 78, exposed sync 16, other 6 (all steps)",
         "  Gradient synchronisation, step 9: overlap 73 %",
         "  Wire, rank 0: 0.0164 MB sent in a step (reduce_scatter 0.0123, all_gather 0.0041)",
-        "  Memory, rank 0: 47 MB in tensors, process 300 MB: params 16, grads 8, optimizer 16, buckets 2, "
+        "  Memory, rank 0: 47 MB in tensors, process peak 300 MB: params 16, grads 8, optimizer 16, buckets 2, "
         "activations 5",
         "  Utilization, rank 0: CPU core 97 %, GPU not measurable here",
-        "  19,653 tokens/s over all ranks",
+        "  18,789 tokens/s over all ranks",
     ]
 
 

@@ -15,9 +15,14 @@ def test_the_words_of_a_comparison_are_its_numbers():
     bundle = drawn._repr_mimebundle_()
     assert bundle["text/plain"] == str(drawn) == (
         "two runs\n"
-        "Step time: ddp 100, zero2 100 ms (medians of the last 50 steps, all ranks)\n"
+        "Step time: ddp 100, zero2 100 ms (medians of all steps, all ranks)\n"
         "Memory of rank 0: ddp 47, zero2 47 MB (as the last step left it)")
     assert ElementTree.fromstring(bundle["image/svg+xml"]).tag.endswith("svg")
+
+
+def test_a_comparison_says_over_which_steps_it_goes():
+    assert comparison({"long": run_events(1, 51), "short": run_events(1, 5)})[0].caption == (
+        "medians of the last 50 steps, all ranks")
 
 
 def test_a_comparison_of_nothing_is_a_picture_too():

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from dplab.telemetry.events import Event
 from dplab.views.fold import Fold
 from dplab.views.sync import DEFINITION, ROLES, SyncPanel
-from tests.views.synthetic import run_events, step_events
+from tests.views.synthetic import MS, START, run_events, step_events
 
 
 def bars_of(lanes, lane):
@@ -26,10 +27,25 @@ def test_a_lane_of_work_and_a_lane_of_the_wire_for_each_rank():
     assert lanes.names == ("rank 0", "wire", "rank 1", "wire")
     for rank in range(2):
         assert bars_of(lanes, 2 * rank) == [
-            ("backward", 0, 33, 78), ("forward", 0, 1, 31), ("step_optimizer", 0, 78, 93)]
+            ("backward", 0, 33, 66), ("forward", 0, 1, 31), ("step_optimizer", 0, 78, 93),
+            ("waiting", 0, 66, 78), ("waiting", 0, 94, 98)]
         assert bars_of(lanes, 2 * rank + 1) == [
             ("exposed", 0, 66, 78), ("exposed", 0, 94, 98), ("gather", 0, 86, 98), ("reduce", 0, 40, 56),
             ("reduce", 0, 62, 78), ("reduce", 1, 52, 68), ("waiting", 1, 50, 52)]
+
+
+def test_a_rank_computes_nothing_where_it_waits():
+    """Whatever is exposed: bars of one rank's lane lie apart, and waiting is as long as the step's exposed time."""
+    collectives = [("grads", 35, 40, 5), ("grads", 38, 45, 6), ("params", 10, 20, 4), ("control", 90, 99, 9)]
+    events = [event for event in step_events(0, 0, sync=False) if event.kind != "step"]
+    base = START
+    events += [Event("collective", "all_reduce", 0, 0, base + t0 * MS, base + t1 * MS,
+                     {"purpose": purpose, "bucket": 0, "bytes": 1, "exposed": exposed * MS})
+               for purpose, t0, t1, exposed in collectives]
+    events.append(Event("step", "train", 0, 0, base, base + 100 * MS, {}))
+    bars = sorted((start, end, role) for role, _, start, end in bars_of(lanes_of(events, 1), 0))
+    assert bars == [(1, 16, "forward"), (16, 20, "waiting"), (20, 31, "forward"), (33, 35, "backward"),
+                    (35, 45, "waiting"), (45, 78, "backward"), (78, 90, "step_optimizer"), (90, 99, "waiting")]
 
 
 def test_every_bar_says_what_it_is():
@@ -37,6 +53,8 @@ def test_every_bar_says_what_it_is():
     assert len(lanes.texts) == len(lanes.lane)
     assert "rank 1, reduce_scatter, bucket 2: 16.00 ms" in lanes.texts
     assert "rank 0, reduce_scatter, bucket 2, exposed: 12.00 ms" in lanes.texts
+    assert "rank 0, backward: 33.00 ms" in lanes.texts
+    assert "rank 0, waiting for the wire: 12.00 ms" in lanes.texts
     assert "rank 0, reduce_scatter, bucket 1, filled but not sent: 2.00 ms" in lanes.texts
 
 

@@ -35,9 +35,9 @@ def test_first_snapshot_is_there_before_anything_is_sent(run, comms):
     state = data["state"]
     page = Page()
     page.apply(state["snapshot"]["content"], bytes(buffers[0]))
-    assert page.status["step"] == 4
-    assert page.status["facts"] == (("strategy", "zero2"), ("ranks", "2"), ("step", "4"), ("loss", "2.2"),
-                                    ("tokens/s", "20,945"))
+    assert page.status["steps"] == 5
+    assert page.status["facts"] == (("strategy", "zero2"), ("ranks", "2"), ("steps", "5"), ("loss", "2.2"),
+                                    ("tokens/s", "18,963"))
     assert state["spec"]["ranks"] == 2
 
 
@@ -49,11 +49,11 @@ def test_the_thread_sends_what_the_run_writes(run, comms):
     def step_seen():
         for message in comms[0].board_messages():
             page.apply(*message)
-        return page.status.get("step")
+        return page.status.get("steps")
 
-    until(lambda: step_seen() == 4)
-    run.emitted += [event for rank in range(2) for event in step_events(rank, 5)]
     until(lambda: step_seen() == 5)
+    run.emitted += [event for rank in range(2) for event in step_events(rank, 5)]
+    until(lambda: step_seen() == 6)
     board.close()
 
 
@@ -219,7 +219,7 @@ def test_a_run_that_cannot_be_read_says_so_and_goes_on_when_it_can(run, comms):
     until(lambda: any(content["status"]["problem"] == "the run cannot be read: events.jsonl is damaged behind byte 7"
                       for content, _ in comms[0].board_messages()))
     run.broken = None
-    until(lambda: comms[0].board_messages()[-1][0]["status"]["step"] == 4)
+    until(lambda: comms[0].board_messages()[-1][0]["status"]["steps"] == 5)
     assert comms[0].board_messages()[-1][0]["status"]["problem"] is None
     board.close()
 

@@ -114,4 +114,4 @@ def test_an_empty_board_is_a_message_too(steps):
     content, data = Feed(fold).message({}, keyframe=True)
     page = Page()
     page.apply(json.loads(json.dumps(content)), data)
-    assert page.status["step"] == (None if steps == 0 else 0)
+    assert page.status["steps"] == (None if steps == 0 else 1)
