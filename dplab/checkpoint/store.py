@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from dplab.checkpoint.manifest import check_cover
 from dplab.checkpoint.pieces import Path, Share, key
 
-PORTION = 32 * 1024 * 1024
+PORTION = 16 * 1024 * 1024
 """Bytes after which a file is closed: torch's writer keeps a copy of all that it has written to one until then."""
 
 
