@@ -170,6 +170,9 @@ class _Lane:
             sent = self.collective(name, self.grad * share, filled, bucket=bucket)
             hidden += max(0.0, min(sent.done, end + slowed * hidden) - sent.start)
         self.now = end + slowed * hidden
+        last = max((place for place, event in enumerate(self.events) if event.kind == "backward"), default=None)
+        if last is not None:
+            self.events[last] = self.events[last]._replace(t1=_ns(self.now))
 
     def shares(self) -> list[tuple[float, float]]:
         """Share of the gradients in each bucket, and share of the backward after which it is full."""

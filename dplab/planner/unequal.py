@@ -76,6 +76,15 @@ def mixed(text: str, *, network: str | None = None, slowed: Sequence[float] | No
     return Mixed(tuple(parts), tuple(group.count for group in groups))
 
 
+def one_slower(cluster: Cluster, speed: float = 0.7) -> Mixed:
+    """A cluster one of whose GPUs reaches only `speed` of the others' speed. Raises UsageError for fewer than two GPUs
+    or a speed that is not above 0 and at most 1."""
+    if cluster.count < 2 or not 0 < speed <= 1:
+        raise UsageError(f"one_slower({cluster}, speed={speed!r}) is not allowed; it takes two GPUs or more, and a "
+                         f"speed above 0 and at most 1")
+    return Mixed((cluster, replace(cluster, gpu=_slowed(cluster.gpu, speed))), (cluster.count - 1, 1))
+
+
 def _slowed(gpu: Gpu, factor: float) -> Gpu:
     return replace(gpu, peak={name: peak * factor for name, peak in gpu.peak.items()},
                    memory_bandwidth=gpu.memory_bandwidth * factor)
@@ -196,19 +205,16 @@ def _plan(layout: _Layout, equal: _Layout | None, profile: Profile, place: Mixed
           precision: str) -> Plan:
     """With the memory and the cost of the rank that is nearest to its limit."""
     groups = [group for group, count in enumerate(place.counts) for _ in range(count)]
-
-    def of(rank: int) -> Split:
-        return Split(dp=place.count, zero=layout.zero, micro_batch=layout.shares[rank], accumulate=layout.accumulate,
-                     recompute=layout.recompute)
-
-    def filled(rank: int) -> float:
-        return float(memory.predict(profile, of(rank), program).total) / place.parts[groups[rank]].gpu.memory
-
-    fullest = max(range(place.count), key=filled)
-    split = of(fullest)
-    return Plan(split=split, precision=precision, step=layout.step, memory=memory.predict(profile, split, program),
-                cost=cost.predict(profile, split, place.parts[groups[fullest]], program),
-                shares=Shares(samples=layout.shares, equal_step=None if equal is None else equal.step,
-                              filled=filled(fullest), gpu=place.parts[groups[fullest]].gpu.name,
-                              peak=sum(count * part.gpu.flops(program.dtype) for count, part in zip(
-                                  place.counts, place.parts, strict=True))))
+    held = {}
+    for group, share in set(zip(groups, layout.shares, strict=True)):
+        split = Split(dp=place.count, zero=layout.zero, micro_batch=share, accumulate=layout.accumulate,
+                      recompute=layout.recompute)
+        told = memory.predict(profile, split, program)
+        held[group, share] = float(told.total) / place.parts[group].gpu.memory, told
+    group, share = max(held, key=lambda key: held[key][0])
+    filled, fullest = held[group, share]
+    peak = sum(count * part.gpu.flops(program.dtype) for count, part in zip(place.counts, place.parts, strict=True))
+    return Plan(split=fullest.split, precision=precision, step=layout.step, memory=fullest,
+                cost=cost.predict(profile, fullest.split, place.parts[group], program),
+                shares=Shares(samples=layout.shares, equal_step=None if equal is None else equal.step, filled=filled,
+                              gpu=place.parts[group].gpu.name, peak=peak))

@@ -12,6 +12,8 @@ ROLES: dict[str, tuple[str, str]] = {
     "compute": ("#56B4E9", "compute"),
     "exposed": ("#D55E00", "exposed sync"),
     "other_time": ("#999999", "other"),
+    "tensor": ("#CC79A7", "tensor-parallel"),
+    "bubble": ("#B8B8B8", "bubble"),
     "forward": ("#56B4E9", "forward"),
     "backward": ("#0072B2", "backward"),
     "step_optimizer": ("#009E73", "optimizer"),

@@ -1,0 +1,182 @@
+"""The planner behind sliders: model, GPUs, links and batch, and at once memory, step and best layouts. All predicted.
+
+Where nobody can watch a widget (nbval, nbconvert, a script) the same question stands as a still picture.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from dplab.errors import UsageError
+
+try:
+    import ipywidgets as controls  # type: ignore[import-untyped]
+except ImportError as error:
+    raise UsageError(f"the explorer needs {error.name}, which is not installed; install dplab's extra 'lab' "
+                     f"(pip install 'dplab[lab]'), or call dplab.plan") from error
+
+from dplab.planner import cards, search, unequal
+from dplab.planner.configs import model as profile_of
+from dplab.planner.hardware import Cluster
+from dplab.planner.hardware import cluster as parse_cluster
+from dplab.planner.plans import Plan, Plans
+from dplab.planner.unequal import Mixed, one_slower
+from dplab.views.picture import Picture, picture
+from dplab.views.planned import anatomy, memory_bars
+from dplab.widgets import frontend
+
+SLOWER = 0.7
+"""Speed of the one GPU that is slower."""
+_GPUS = tuple(2**power for power in range(11))
+_NETWORKS = (3.125, 6.25, 12.5, 25.0, 50.0, 100.0)
+_SAMPLES = tuple(2**power for power in range(3, 13))
+_TEXT = "font-family:monospace;font-size:12px;white-space:pre;overflow-x:auto;line-height:1.35"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """What is asked. `network`: GB/s between nodes, one GPU and direction; `samples` a step, of all GPUs together;
+    `nic_fails`: one NIC of each node is gone; `one_slower`: one GPU runs at 70 %."""
+
+    model: str = "llama-7b"
+    gpu: str = "H100-SXM-80GB"
+    gpus: int = 8
+    network: float = 50.0
+    samples: int = 256
+    data_parallel: bool = False
+    nic_fails: bool = False
+    one_slower: bool = False
+
+    def cluster(self) -> Cluster | Mixed:
+        """Whole nodes, with what is asked for broken. UsageError for a number of GPUs that leaves a node partly
+        filled."""
+        place = parse_cluster(f"{self.gpus}x{self.gpu}", network=f"{self.network}GB/s")
+        if self.nic_fails and place.nodes > 1:
+            place = replace(place, network=place.network * (1 - 1 / place.per_node))
+        return one_slower(place, SLOWER) if self.one_slower else place
+
+    def plans(self) -> Plans:
+        """The best layouts. UsageError where there are none."""
+        place, tokens = self.cluster(), self.samples * profile_of(self.model).sequence
+        if isinstance(place, Mixed):
+            return unequal.plan(self.model, place, tokens)
+        return search.plan(self.model, place, tokens, data_parallel_only=self.data_parallel)
+
+    def __str__(self) -> str:
+        broken = [text for asked, text in ((self.nic_fails, "a NIC a node failed"),
+                                           (self.one_slower, "one GPU at 70 %")) if asked]
+        return (f"{self.model} on {self.gpus} x {self.gpu}, {self.network:g} GB/s between nodes, {self.samples} "
+                f"samples a step{''.join(f', {text}' for text in broken)}")
+
+
+def label(place: int, plan: Plan) -> str:
+    """A plan below a bar: `1 zero2 tp2`."""
+    split = plan.split
+    cut = "".join(f" {name}{degree}" for name, degree in (("tp", split.tp), ("pp", split.pp)) if degree > 1)
+    return f"{place} {'zero' + str(split.zero) if split.zero else 'ddp'}{cut}"
+
+
+def drawn(question: Question) -> Picture:
+    """Memory and anatomy of the best layouts, and below them in words which those are; or why there is none."""
+    title = f"{question}: predicted"
+    try:
+        plans = question.plans()
+    except UsageError as reason:
+        return Picture("", f"{title}\n{reason}")
+    named = {label(place, plan): plan for place, plan in enumerate(plans.plans, start=1)}
+    drawing = picture([memory_bars(named, limit=plans.limit), anatomy(named)], title=title)
+    return Picture(drawing.svg, f"{drawing.words}\n\n{plans}")
+
+
+class Explorer:
+    """Sliders over a question. `ask(...)` moves them from code; `picture` is what stands now.
+
+    `live`: True makes widgets, False shows still pictures; None finds out whether somebody watches. Raises UsageError
+    for a name or a value that no slider has.
+    """
+
+    def __init__(self, *, live: bool | None = None, **question: Any) -> None:
+        self.live = frontend.watched() if live is None else live
+        self.question = _checked(Question(), question)
+        self.picture = drawn(self.question)
+        self.box: Any = self._box() if self.live else None
+
+    def ask(self, **changes: Any) -> Picture:
+        """Asks something else: `ask(gpus=16, nic_fails=True)`."""
+        self._show(_checked(self.question, changes))
+        if self.live:
+            for name, control in self._controls.items():
+                control.value = getattr(self.question, name)
+        return self.picture
+
+    def _box(self) -> Any:
+        wide: dict[str, Any] = {"style": {"description_width": "90px"}, "layout": {"width": "420px"}}
+        asked = self.question
+        networks = sorted({*_NETWORKS, asked.network})
+        self._controls: dict[str, Any] = {
+            "model": controls.Dropdown(options=cards.names("models"), value=asked.model, description="model", **wide),
+            "gpu": controls.Dropdown(options=cards.names("hardware"), value=asked.gpu, description="GPU", **wide),
+            "gpus": controls.SelectionSlider(options=sorted({*_GPUS, asked.gpus}), value=asked.gpus,
+                                             description="GPUs", **wide),
+            "network": controls.SelectionSlider(options=[(f"{speed:g} GB/s", speed) for speed in networks],
+                                                value=asked.network, description="network", **wide),
+            "samples": controls.SelectionSlider(options=sorted({*_SAMPLES, asked.samples}), value=asked.samples,
+                                                description="samples a step", **wide),
+            "data_parallel": controls.Checkbox(value=asked.data_parallel, description="data parallelism only", **wide),
+            "nic_fails": controls.Checkbox(value=asked.nic_fails, description="a NIC of each node fails", **wide),
+            "one_slower": controls.Checkbox(value=asked.one_slower, description="one GPU is 30 % slower", **wide)}
+        for name, control in self._controls.items():
+            control.observe(lambda change, name=name: self._moved(name, change["new"]), names="value")
+        self._drawing, self._words = controls.HTML(), controls.HTML()
+        self._draw()
+        left, right = list(self._controls)[:5], list(self._controls)[5:]
+        sides = [controls.VBox([self._controls[name] for name in names]) for names in (left, right)]
+        return controls.VBox([controls.HBox(sides), self._drawing, self._words])
+
+    def _moved(self, name: str, value: Any) -> None:
+        if getattr(self.question, name) != value:
+            self._show(replace(self.question, **{name: value}))
+
+    def _show(self, question: Question) -> None:
+        self.question, self.picture = question, drawn(question)
+        if self.box is not None:
+            self._draw()
+
+    def _draw(self) -> None:
+        # the drawing says what its words begin with, so only the table stands below it
+        _, _, table = self.picture.words.partition("\n\n")
+        self._drawing.value = self.picture.svg
+        text = (table or self.picture.words).replace("&", "&amp;").replace("<", "&lt;")
+        self._words.value = f"<div style='{_TEXT}'>{text}</div>"
+
+    def _repr_mimebundle_(self, **options: Any) -> Any:
+        """The widget where somebody watches, with the words for whoever opens the notebook later; else a picture."""
+        if self.box is None:
+            return self.picture._repr_mimebundle_() if self.picture.svg else {"text/plain": self.picture.words}
+        bundle = self.box._repr_mimebundle_(**options)
+        data, metadata = bundle if isinstance(bundle, tuple) else (bundle, {})
+        return {**data, "text/plain": self.picture.words}, metadata
+
+    def __str__(self) -> str:
+        return self.picture.words
+
+
+def _checked(question: Question, changes: dict[str, Any]) -> Question:
+    for name, value in changes.items():
+        if name not in Question.__dataclass_fields__:
+            raise UsageError(f"the explorer has no slider {name!r}; it has {', '.join(Question.__dataclass_fields__)}")
+        kind = type(getattr(question, name))
+        number = kind in (int, float) and isinstance(value, int | float) and not isinstance(value, bool)
+        if not (isinstance(value, kind) or (kind is float and number)) or (kind is int and isinstance(value, bool)):
+            raise UsageError(f"the explorer's {name}={value!r} is not allowed; it takes a {kind.__name__}")
+        if number and not 0 < value < 1e9:
+            raise UsageError(f"the explorer's {name}={value!r} is not allowed; it takes a number above 0")
+    asked = replace(question, **changes)
+    return replace(asked, model=cards.find("models", asked.model, what="model")["name"],
+                   gpu=cards.find("hardware", asked.gpu, what="GPU")["name"], network=float(asked.network))
+
+
+def explorer(**question: Any) -> Explorer:
+    """Sliders that start at a question: `explorer(model="llama-7b", gpus=64)`."""
+    return Explorer(**question)
