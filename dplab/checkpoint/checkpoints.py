@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
+
 from dplab.checkpoint import chance, pieces
 from dplab.checkpoint.folder import Folder
 from dplab.checkpoint.model import ModelState
@@ -182,7 +184,11 @@ class Checkpoints:
     def _general(self, steps: int, parts: Mapping[str, Stateful]) -> list[Leaf]:
         """What is neither model nor optimizer; the generators of every rank, the rest rank 0's."""
         trained = self.trained
-        leaves = [Leaf.of(("dplab", "ranks", str(trained.world.rank)), chance.generators(trained.world.device))]
+        local = trained.buffers.rule == "local"
+        leaves = [Leaf.of(("dplab", "ranks", str(trained.world.rank)), {
+            "generators": chance.generators(trained.world.device),
+            "buffers": {name: value.detach().clone() for name, value in ModelState(trained).others.items()
+                        if local and isinstance(value, torch.Tensor)}})]
         if trained.world.rank == 0:
             scaler = trained.reduction.scaler
             leaves.append(Leaf.of(GENERAL, {
@@ -219,6 +225,10 @@ class Checkpoints:
         for name, part in parts.items():
             part.load_state_dict(stored.value(("dplab", "parts", name)))
         path: pieces.Path = ("dplab", "ranks", str(trained.world.rank))
-        # generators of another number of ranks belong to other data
+        # generators, and buffers that each rank has for itself, of another number of ranks belong to other data
         if general.get("world_size") == trained.world.size and path in stored.paths:
-            chance.restore(stored.value(path), trained.world.device)
+            mine = stored.value(path)
+            chance.restore(mine["generators"], trained.world.device)
+            for name, value in ModelState(trained).others.items():
+                if trained.buffers.rule == "local" and name in mine["buffers"]:
+                    value.detach().copy_(mine["buffers"][name])

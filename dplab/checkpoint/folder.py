@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 from pathlib import Path
 
 from dplab.errors import CheckpointError, UsageError
@@ -43,6 +44,15 @@ class Folder:
             if left.exists():
                 shutil.rmtree(left)
         self.new.mkdir(parents=True)
+
+    def appears(self, limit: float = 10.0) -> bool:
+        """Whether the folder that `begin` made on another rank is here too; networks may take a moment to say so."""
+        deadline = time.monotonic() + limit
+        while not self.new.is_dir():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.05)
+        return True
 
     def publish(self) -> None:
         """What was written becomes the checkpoint. On one rank, when all have written."""

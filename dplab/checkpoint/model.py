@@ -92,9 +92,9 @@ class ModelState:
             found = {name: shape for name, shape in found.items() if name in self.entries}
         wanted = {name: shape for name, shape in self.shapes.items() if strict or name in found}
         if said := differences(wanted, found):
+            fits = all(wanted[name] == found[name] for name in wanted.keys() & found.keys())
             raise UsageError(f"checkpoint {stored.folder} is of another model: {'; '.join(said)}; build the model that "
-                             f"was saved" + ("" if found.keys() - wanted.keys() == found.keys() or not strict else
-                                             ", or load what fits with strict=False"))
+                             f"was saved{', or load what fits with strict=False' if fits else ''}")
         for name, path in paths.items():
             value = self.entries.get(name)
             if isinstance(value, torch.Tensor) and _kind(stored.dtype(path)) != _kind(value.dtype):

@@ -104,15 +104,16 @@ class OptimizerState:
         for number, runs in enumerate(self.trained.optimizer.runs):
             self._read_group(stored, number)
             for run in runs:
-                pieces += self._fresh(stored, run, {what for what in paths.get(
+                pieces += self._fresh(stored, run, number, {what for what in paths.get(
                     self._name(run.bucket, run.slots[0]), {}) if what in along}, single[run.bucket, run.slots[0]])
         return stored.read_into(pieces)
 
-    def _fresh(self, stored: Stored, run: Run, along: set[str], single: dict[str, Any]) -> Iterator[Piece]:
+    def _fresh(self, stored: Stored, run: Run, number: int, along: set[str],
+               single: dict[str, Any]) -> Iterator[Piece]:
         """Gives a run its state, with room for what lies along it; yields what is to be read into that."""
         if not along and not single:
             return
-        group = next(g for g in self.optimizer.param_groups if any(p is run.parameter for p in g["params"]))
+        group = self.optimizer.param_groups[number]
         counts_on_device = bool(group.get("capturable") or group.get("fused"))
         like, begin = run.parameter, self._begin(run)
         state: dict[str, Any] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -75,7 +76,7 @@ class Job:
         from dplab.checkpoint import store  # torch's checkpoint package imports for half as long as torch itself
 
         try:
-            if not self.folder.new.is_dir():
+            if not self.folder.appears():
                 raise CheckpointError(f"the folder {self.folder.new} that rank 0 has made is not there; all ranks must "
                                       f"see the same file system")
             written = store.write(self.folder.new, self.rank, self.share)
@@ -133,6 +134,8 @@ class Saving:
             self._work()
         except Exception as error:
             self._error = error
+            # a program that never calls again would not hear of it
+            print(f"dplab: {error}", file=sys.stderr, flush=True)
 
     def __repr__(self) -> str:
         state = "under way" if not self.done else "complete" if self._error is None else f"failed: {self._error}"

@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from dplab.checkpoint.manifest import check_cover
 from dplab.checkpoint.pieces import Path, Share, key
+from dplab.errors import CheckpointError
 
 PORTION = 16 * 1024 * 1024
 """Bytes after which a file is closed: torch's writer keeps a copy of all that it has written to one until then."""
@@ -87,10 +88,23 @@ def finish(folder: FilePath, every: Sequence[Written], order: Iterable[Path], al
     rank_of = {key(path): place for place, path in enumerate(order)}
     names = sorted(tables, key=lambda name: rank_of.get(name, len(rank_of)))
     metadata = Metadata({name: tables[name] for name in names}, planner_data={name: paths[name] for name in names})
+    _check_files(folder, results)
     writer = FileSystemWriter(folder)
     writer.set_up_storage_writer(True)
     writer.finish(metadata, [results])
     return sum(file.stat().st_size for file in folder.iterdir())
+
+
+def _check_files(folder: FilePath, results: Sequence[WriteResult]) -> None:
+    """What other ranks have written is in this rank's folder too: it may be another one of the same name."""
+    ends: dict[str, int] = {}
+    for result in results:
+        place = result.storage_data
+        ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
+    for name, end in ends.items():
+        if not (folder / name).is_file() or (folder / name).stat().st_size < end:
+            raise CheckpointError(f"rank 0 does not see {folder / name}, which another rank has written; all ranks "
+                                  f"must see the same file system")
 
 
 def _items(share: Share, sources: dict[MetadataIndex, Any]) -> Iterator[WriteItem]:

@@ -96,7 +96,7 @@ def test_h34_a_second_save_waits_for_the_first(tmp_path: Path, gate: threading.E
 
 @pytest.mark.parametrize("told_by", ["wait", "save", "load"])
 def test_h34_a_writer_that_fails_is_told_on_every_rank_at_the_next_call(
-        told_by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        told_by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     real = store.write
 
     def fails(folder: Path, rank: int, share: Any) -> Any:
@@ -111,6 +111,7 @@ def test_h34_a_writer_that_fails_is_told_on_every_rank_at_the_next_call(
         engine.save(tmp_path / "before")
         saving = engine.save(tmp_path / "beside", wait=False)
         train(engine, 0, 1, ROWS)
+        saving._thread.join()
         with pytest.raises(CheckpointError) as caught:
             saving.wait() if told_by == "wait" else getattr(engine, told_by)(tmp_path / "before")
         if told_by != "wait":
@@ -120,6 +121,7 @@ def test_h34_a_writer_that_fails_is_told_on_every_rank_at_the_next_call(
 
     for said in in_threads(2, ranks):
         assert "failed, and nothing there has changed: OSError: [Errno 28] No space left on device" in said
+    assert "dplab: engine.save(" in capfd.readouterr().err  # heard of even where no call follows
     assert not (tmp_path / "beside").exists()
     assert not list(tmp_path.glob(".*"))
 

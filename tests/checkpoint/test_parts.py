@@ -97,6 +97,52 @@ def test_everything_comes_back_to_the_bit(strategy: str, optimizer: str, tmp_pat
         assert same(weights, again)
 
 
+@pytest.mark.parametrize("rule", ["local", "mean", "rank0"])
+def test_statistics_come_back_as_they_are_on_every_rank(rule: Any, tmp_path: Path) -> None:
+    def ranks(load: bool) -> torch.Tensor:
+        engine = dplab.parallelize(copy.deepcopy(model), OPTIMIZERS["sgd"], "zero2", buffers=rule)
+        if load:
+            engine.load(tmp_path / "saved")
+        else:
+            rows = torch.arange(24.0).view(4, 6) * (engine.world.rank + 1)
+            engine.backward(engine(rows, torch.zeros(4, dtype=torch.long)))
+            engine.step()
+            engine.save(tmp_path / "saved")
+        return engine.module.norm.running_mean.clone()
+
+    model = Noisy()
+    before, after = in_threads(2, ranks, False), in_threads(2, ranks, True)
+    assert torch.equal(before[0], before[1]) == (rule != "local")
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+@pytest.mark.parametrize("make", [
+    lambda ps: torch.optim.Adafactor(ps, lr=0.1),
+    pytest.param(lambda ps: torch.optim.Muon([p for p in ps if p.ndim == 2], lr=0.1), marks=pytest.mark.skipif(
+        not hasattr(torch.optim, "Muon"), reason="torch is older than Muon"))])
+def test_an_optimizer_that_needs_whole_parameters_goes_on_under_ddp(make: Any, tmp_path: Path) -> None:
+    def ranks(start: int, stop: int, load: bool) -> dict[str, torch.Tensor]:
+        engine = dplab.parallelize(copy.deepcopy(model), make, "ddp")
+        if load:
+            engine.load(tmp_path / "saved")
+        for step in range(start, stop):
+            engine.backward(engine(torch.full((2, 6), step + 1.0)).square().mean())
+            engine.step()
+        engine.save(tmp_path / f"{stop}")
+        if not load and stop == 2:
+            engine.save(tmp_path / "saved")
+        return engine.full_state_dict()
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3), nn.Linear(3, 1))
+    whole = in_threads(1, ranks, 0, 4, False)[0]
+    in_threads(2, ranks, 0, 2, False)
+    for size in (1, 2):
+        found = in_threads(size, ranks, 2, 4, True)[0]
+        for name, value in whole.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6, msg=name)
+
+
 def test_the_loss_scale_comes_back(tmp_path: Path) -> None:
     def ranks(load: bool) -> tuple[float, int]:
         engine = dplab.parallelize(nn.Linear(3, 3), OPTIMIZERS["sgd"], "zero2+amp-fp16")

@@ -229,6 +229,25 @@ def test_moments_at_which_nothing_can_be_saved(tmp_path: Path) -> None:
     assert "called inside engine.gathered(); leave its `with` block first" in words(StateError, inside)[1]
 
 
+def test_ranks_that_do_not_share_a_file_system_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = store.finish
+
+    def elsewhere(place: Path, *rest: Any) -> Any:
+        (place / "__1_0_0.distcp").unlink()
+        return real(place, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "finish", elsewhere)
+        assert "__1_0_0.distcp, which another rank has written; all ranks must see the same" in words(
+            CheckpointError, lambda: fresh().save(tmp_path / "saved"), size=2)[1]
+    with monkeypatch.context() as patch:
+        patch.setattr(folder.Folder, "appears", lambda self: self.new.is_dir() and dplab.init().rank == 0)
+        said = words(CheckpointError, lambda: fresh().save(tmp_path / "saved"), size=2)[0]
+    assert "that rank 0 has made is not there; all ranks must see the same file system (on rank 1)" in said
+    assert not folder.Folder(tmp_path / "nowhere").appears(limit=0.01)
+    assert not list(tmp_path.iterdir())
+
+
 def test_one_rank_that_cannot_tells_the_others_which(tmp_path: Path) -> None:
     def ranks() -> str:
         engine = fresh()
