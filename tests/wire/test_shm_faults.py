@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -88,6 +89,25 @@ def test_calls_that_differ_are_named_on_every_rank(ranks: Any, kind: str, first:
         assert first in message
         assert second in message
         assert "every rank must issue the same collectives in the same order" in message
+
+
+def looked_at_by_threads() -> list[str]:
+    """Many threads of one rank wait for a collective that the ranks disagree about: all of them are told."""
+    rank = dist.get_rank()
+    work = dist.all_reduce(torch.zeros(12 + rank), async_op=True)
+    messages: list[str] = []
+    threads = [threading.Thread(target=lambda: messages.append(told(work.wait))) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return messages
+
+
+def test_every_thread_that_waits_is_told(ranks: Any) -> None:
+    for messages in ranks(2).call(looked_at_by_threads):
+        assert len(messages) == 8
+        assert all("rank 0 calls all_reduce(sum) of 12 float32 where rank 1 calls" in message for message in messages)
 
 
 def splits() -> str:

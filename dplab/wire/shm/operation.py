@@ -74,6 +74,8 @@ class Operation:
         if self.over:
             return True
         with LOCK:
+            if self.over:  # by another thread, while this one waited for the lock
+                return True
             if self._after is not None:
                 if not self._after.advance():
                     return False
@@ -142,7 +144,9 @@ class Operation:
         self._steps.close()
 
     def _end(self, error: BaseException | None = None) -> None:
-        self.over, self.error = True, error
         _under_way.discard(self)
         if error is not None:
+            self.error = error
             self.channel.fail(error)
+        # last: another thread that sees it looks for the error next, and holds no lock
+        self.over = True
