@@ -211,7 +211,7 @@ class Strategy:
             return text
         if not isinstance(text, str):
             shown = f"{text!r} " if isinstance(text, int | float | None) else ""      # not a whole model's text
-            raise UsageError(f"strategy {shown}is a {type(text).__name__}; give a name such as 'zero2', "
+            raise UsageError(f"strategy {shown}is of type {type(text).__name__}; give a name such as 'zero2', "
                              f"or a dplab.Strategy")
         head, *tokens = text.split("+")
         values: dict[str, Any] = {"sharding": _lookup("strategy", head, SHARDINGS)}
@@ -238,8 +238,12 @@ class Strategy:
                 return {name: _TOKEN_PARSERS[name](value)}
             except ValueError:
                 raise UsageError(f"strategy {text!r}: {value!r} is not a value for {name}") from None
+        if not token:
+            raise UsageError(f"strategy {text!r} has nothing behind a '+'; leave that out, or name what is to be added")
+        number = re.search(r"(?<![0-9])[0-9]{1,9}$", token)
+        words = [*PRECISIONS, "recompute", *_TOKEN_PARSERS, f"accum{number[0] if number else ''}"]
         allowed = [*PRECISIONS, "accum<N>", "recompute", *(f"{name}=..." for name in _TOKEN_PARSERS)]
-        raise UsageError(f"strategy {text!r}: {token!r} is not known; after the name may stand "
+        raise UsageError(f"strategy {text!r}: {token!r} is not known{_nearest(token, words)}; after the name may stand "
                          f"{', '.join(allowed)}, joined by '+'")
 
     def __str__(self) -> str:
@@ -339,7 +343,7 @@ def _check(name: str, value: Any, holds: bool, allowed: str, *, what: str = "Str
 
 
 def _nearest(name: str, known: Any) -> str:
-    close = difflib.get_close_matches(name, list(known), n=1)
+    close = difflib.get_close_matches(name.lower(), list(known), n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 

@@ -54,6 +54,11 @@ def test_estimate_prints_the_contracts_keys(capsys):
     assert data["activations_bytes"] is None
 
 
+@pytest.mark.parametrize(("text", "number"), [("7.5B", 7.5e9), ("350m", 350e6), ("10K", 1e4), ("7.5e9", 7.5e9)])
+def test_parameters_may_have_a_suffix(text, number, capsys):
+    assert json.loads(said(capsys, "explain", "ddp", "--params", text, "--json")[1])["params"] == number
+
+
 def test_estimate_in_words(capsys):
     status, out, _ = said(capsys, "estimate", "--params", "1e9", "--world-size", "8", "--layers", "24", "--hidden",
                           "2048", "--sequence", "1024", "--vocabulary", "50304", "--heads", "16", "--no-flash")
@@ -79,7 +84,13 @@ def test_explain(capsys):
     (["estimate", "--params", "1e9"], "the following arguments are required: --world-size; see dplab estimate --help"),
     (["estimate", "--params", "1e9", "--world-size", "2", "--strategy", "zero4"], "strategy 'zero4' is not known"),
     (["estimate", "--params", "1e9", "--world-size", "2", "--layers", "2"], "--hidden, --sequence are missing"),
-    (["estimate", "--params", "1", "--world-size", "2", "--layers", "2", "--hidden", "8", "--sequence", "8",
+    (["estimate", "--params", "7.5", "--world-size", "2"],
+     "argument --params: '7.5' is below 1000 parameters; write 7.5e9 or 7.5B for 7.5 billion"),
+    (["estimate", "--params", "B", "--world-size", "2"], "argument --params: 'B' is not a number"),
+    (["explain", "torch:ddp"], "'torch:ddp' is another system and no strategy of dplab; dplab compare ddp torch:ddp"),
+    (["estimate", "--params", "1e9", "--world-size", "2", "--strategy", "deepspeed:2"], "'deepspeed:2' is another sys"),
+    (["train", "--strategy", "torch:fsdp2"], "'torch:fsdp2' is another system and no strategy of dplab"),
+    (["estimate", "--params", "1e9", "--world-size", "2", "--layers", "2", "--hidden", "8", "--sequence", "8",
       "--no-flash"], "--no-flash needs --heads"),
     (["estimate", "--params", "1e9", "--world-size", "2", "--layers", "2", "--hidden", "8"], "--sequence is missing"),
     (["estimate", "--params", "1e9", "--world-size", "2", "--heads", "4"], "about activations, which need --layers"),

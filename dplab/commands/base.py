@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from dplab.errors import UsageError
+from dplab.peers.catalog import PEERS
 
 _MOST = 10**12
 
@@ -102,6 +103,27 @@ def positive(text: str) -> float:
     if value > _MOST**2:
         raise argparse.ArgumentTypeError(f"{text!r} is too large; give a number up to {_MOST**2:.0e}")
     return value
+
+
+_SUFFIXES = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
+_FEWEST = 1000
+
+
+def parameters(text: str) -> float:
+    """An argparse type: a number of parameters, such as 7.5e9, 7.5B or 350M; below 1000 it is taken for a slip."""
+    factor = _SUFFIXES.get(text[-1:].upper(), 1)
+    value = factor * positive(text[:-1] if factor > 1 and len(text) > 1 else text)
+    if value < _FEWEST:
+        raise argparse.ArgumentTypeError(f"{text!r} is below {_FEWEST} parameters; write 7.5e9 or 7.5B for 7.5 billion")
+    return value
+
+
+def strategy_name(text: str) -> str:
+    """The text itself; UsageError where it names another system, which only `compare` runs."""
+    if text in PEERS or text.partition(":")[0] in {name.partition(":")[0] for name in (*PEERS, "deepspeed:")}:
+        raise UsageError(f"{text!r} is another system and no strategy of dplab; dplab compare ddp {text} measures it "
+                         f"beside them")
+    return text
 
 
 def _number(text: str) -> float:

@@ -116,7 +116,8 @@ def _run(run_id: str) -> Answer:
             row["note"] = str(error)
             standing = None
         if standing is not None:
-            row |= {"step": standing.step, "phase": standing.phase, "bucket": standing.bucket,
+            row |= {"step": standing.step, "phase": standing.phase,
+                    "bucket": standing.bucket if standing.bucket >= 0 else None,
                     "seconds_ago": (now - standing.time) / 1e9 if lives else None}
         ranks.append(row)
     diagnosis = run.diagnose()
@@ -126,10 +127,18 @@ def _run(run_id: str) -> Answer:
     for row in ranks:
         where = row.get("note", "has noted nothing yet")
         if "step" in row:
-            where = f"step {row['step']}, {row['phase']}" + (f", bucket {row['bucket']}" if row["bucket"] >= 0 else "")
-            where += "" if row["seconds_ago"] is None else f", for {row['seconds_ago']:.1f} s"
+            where = _standing(row)
         lines.append(f"  rank {row['rank']} ({'process ' + str(row['pid']) if row['lives'] else 'ended'}): {where}")
     return Answer(data, "\n".join([*lines, "", str(diagnosis)]))
+
+
+def _standing(row: dict[str, Any]) -> str:
+    """Where a rank stands, or was last seen if it has ended: `running` would be said of a rank that is not."""
+    phase = "in its program" if row["phase"] == "running" else row["phase"]
+    where = f"step {row['step']}, {phase}" if row["step"] else f"before its first step was done, {phase}"
+    where += "" if row["bucket"] is None else f", bucket {row['bucket']}"
+    return f"{where}, for {row['seconds_ago']:.1f} s" if row["lives"] else f"last seen at {where}".replace(
+        "at before", "before")
 
 
 def _versions() -> dict[str, str | None]:

@@ -6,7 +6,7 @@ import argparse
 import sys
 
 from dplab.commands import plan
-from dplab.commands.base import Answer, Verbs, positive, verb, whole_number
+from dplab.commands.base import Answer, Verbs, parameters, strategy_name, verb, whole_number
 from dplab.errors import UsageError
 
 _CALIBRATE = """Two ranks measure products, copies, the benchmark GPT's passes, AdamW and collectives: about two minutes
@@ -16,10 +16,12 @@ on a quiet machine. The figures lie in the user's data folder, one private file 
 
 def add(verbs: Verbs) -> None:
     """Declares the verbs."""
-    parser = verb(verbs, "estimate", estimate, about="predict the memory of one rank from a parameter count",
-                  example="dplab estimate --params 7.5e9 --world-size 64 --strategy zero2")
+    parser = verb(verbs, "estimate", estimate,
+                  about="predict the memory of one rank, from a parameter count or a model",
+                  example="dplab estimate --params 7.5B --world-size 64 --strategy zero2\n"
+                          "  dplab estimate --model llama-7b --world-size 8 --strategy zero3")
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--params", type=positive, metavar="P", help="parameters, such as 7.5e9")
+    what.add_argument("--params", type=parameters, metavar="P", help="parameters, such as 7.5e9, 7.5B or 350M")
     what.add_argument("--model", help="such as llama-7b, or path/to/config.json: predicts the whole peak")
     parser.add_argument("--world-size", type=whole_number, required=True, metavar="N", help="ranks")
     parser.add_argument("--strategy", default="ddp", help="such as zero2, or zero3+bf16+accum4 (default: ddp; without "
@@ -37,7 +39,8 @@ def add(verbs: Verbs) -> None:
     parser = verb(verbs, "explain", explain, about="tell what a strategy does with parameters, gradients and the wire",
                   example="dplab explain zero2 --params 7.4e6 --world-size 4")
     parser.add_argument("strategy", help="such as zero2, or zero3+bf16+accum4")
-    parser.add_argument("--params", type=positive, default=7.4e6, metavar="P", help="parameters (default: 7.4e6)")
+    parser.add_argument("--params", type=parameters, default=7.4e6, metavar="P",
+                        help="parameters, such as 350M or 7.5B (default: 7.4e6)")
     parser.add_argument("--world-size", type=whole_number, default=2, metavar="N", help="ranks (default: 2)")
 
     plan.add(verbs)
@@ -53,13 +56,14 @@ def estimate(args: argparse.Namespace) -> Answer:
     """Model states, and activations where a shape was given."""
     from dplab.planner import footprint
 
+    strategy_name(args.strategy)
     if args.model:
         if args.layers or args.hidden or args.heads or args.vocabulary or args.no_flash:
             raise UsageError("--layers, --hidden, --heads, --vocabulary and --no-flash describe a model by hand; "
                              "leave them out where --model names one")
         told = footprint.estimate(args.model, args.world_size, args.strategy, args.optimizer, args.shard,
                                   micro_batch=args.micro_batch, sequence=args.sequence)
-        return Answer(told.to_dict(), f"{told}\n\n{told.explain()}")
+        return Answer(told.to_dict(), str(told))
     shape = None
     given = {name: getattr(args, name) for name in ("layers", "hidden", "sequence")}
     if any(given.values()):
@@ -83,7 +87,7 @@ def explain(args: argparse.Namespace) -> Answer:
     """The strategy's row with this many parameters."""
     from dplab.planner.explain import explain as told
 
-    result = told(args.strategy, args.params, args.world_size)
+    result = told(strategy_name(args.strategy), args.params, args.world_size)
     return Answer(result.to_dict(), str(result))
 
 

@@ -71,7 +71,8 @@ def attach(args: argparse.Namespace) -> Answer:
         with contextlib.suppress(TimeoutError, RankFailed, RunError):      # told below, by state and reason
             run.wait(timeout=TICK_SECONDS)
     line.end()
-    data = {**_row(run), "stopped_by": run.stopped_by, "steps": summary.steps, "loss_last": summary.loss,
+    row = {key: value for key, value in _row(run).items() if key != "step"}
+    data = {**row, "stopped_by": run.stopped_by, "steps": summary.steps, "loss_last": summary.loss,
             **figures(summary)}
     if data["state"] == DAMAGED:
         raise RunError(data["failure"])

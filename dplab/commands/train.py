@@ -7,7 +7,7 @@ import statistics
 import sys
 from typing import TYPE_CHECKING, Any
 
-from dplab.commands.base import Answer, Verbs, count, learning_rate, seed, verb, whole_number
+from dplab.commands.base import Answer, Verbs, count, learning_rate, seed, strategy_name, verb, whole_number
 from dplab.commands.measure import figures, progress
 from dplab.errors import RankFailed, RunError, RunFailed, UsageError
 from dplab.specs import Strategy
@@ -62,7 +62,7 @@ def checked_workload(args: argparse.Namespace) -> dict[str, Any]:
 
 def train(args: argparse.Namespace) -> Answer:
     """Launches, shows progress, reports."""
-    strategy = Strategy.parse(args.strategy)
+    strategy = Strategy.parse(strategy_name(args.strategy))
     strategy.require_implemented()
     kwargs = {**checked_workload(args), "steps": args.steps}
 

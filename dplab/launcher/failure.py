@@ -25,7 +25,8 @@ def failure_of(directory: RunDirectory) -> DplabError:
     end = next(found for found in ended["ranks"] if found["rank"] == rank)
     size = len(ended["ranks"])
     if error is not None:
-        head = f"rank {rank} of {size} failed in step {error['step']}: {error['type']}: {error['message']}"
+        where = f"in step {error['step']}" if error["step"] else "before its first step was done"
+        head = f"rank {rank} of {size} failed {where}: {error['type']}: {error['message']}"
         trace = str(error["traceback"])
     else:
         head = f"rank {rank} of {size} {_how(end)}, last seen at {_standing(directory, rank)}"

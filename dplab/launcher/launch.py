@@ -57,8 +57,8 @@ def launch(
     `root`: folder for the run's directory; None: DPLAB_RUNS, else the user's data folder.
     `warm`: True or False forces the preloaded parent or fresh interpreters; None: what fits.
 
-    UsageError: a value that is not allowed, a function or an argument that cannot travel. RunError: the run's
-    directory or its first process cannot be made.
+    UsageError: a value that is not allowed, arguments that do not fit the function, something that cannot travel.
+    RunError: the run's directory or its first process cannot be made.
     """
     spec = _check(function, world_size, strategy, backend, detach, label)
     if warm not in (True, False, None):
@@ -66,7 +66,9 @@ def launch(
     cwd = _current_folder()
     environ = {**os.environ, **_check_env(env)}
     threads = _threads(threads, world_size, environ)
-    call = payload.encode(function, _check_args(args), _check_kwargs(kwargs))
+    args, kwargs = _check_args(args), _check_kwargs(kwargs)
+    payload.require_fit(function, args, kwargs)
+    call = payload.encode(function, args, kwargs)
     directory = _make_directory(_root(root), spec, cwd)
     job = Job(
         directory=str(directory.path), world_size=world_size, threads=threads,

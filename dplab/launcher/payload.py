@@ -56,6 +56,23 @@ def function_name(function: Function) -> str:
     return f"{getattr(named, '__module__', '?')}:{getattr(named, '__qualname__', type(named).__name__)}"
 
 
+def require_fit(function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """UsageError where the call cannot be made; a function given by name, or without a signature, is let through."""
+    if isinstance(function, str):
+        return
+    try:
+        # what a decorator wraps may take other arguments than what it returns
+        signature = inspect.signature(function, follow_wrapped=False)
+    except (TypeError, ValueError):      # a builtin
+        return
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        name = function_name(function).partition(":")[2]
+        raise UsageError(f"launch cannot call {name}{signature} with {len(args)} args and kwargs "
+                         f"{sorted(map(str, kwargs))}: {error}; give launch what fits") from None
+
+
 def encode(function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:
     """The call as bytes; UsageError naming the object that cannot travel, and what to do."""
     module = None if isinstance(function, str) else _unfindable_module(function)

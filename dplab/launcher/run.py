@@ -15,8 +15,9 @@ from dplab.launcher.compare import Comparison, compare
 from dplab.launcher.failure import failure_of, headline, stop_reason
 from dplab.specs import RunSpec
 from dplab.telemetry.events import Event
+from dplab.telemetry.lookup import find_run, run_names
 from dplab.telemetry.reader import RunReader
-from dplab.telemetry.rundir import DAMAGED, ENDED, STOP_SECONDS, RunDirectory, require_folder, require_run, runs_root
+from dplab.telemetry.rundir import DAMAGED, ENDED, STOP_SECONDS, RunDirectory, runs_root
 from dplab.telemetry.state import read_state
 from dplab.telemetry.summary import Summary
 
@@ -219,39 +220,11 @@ def attach(path_or_id: str | os.PathLike[str]) -> Run:
 
     RunError where there is no such run or the directory is not one.
     """
-    if not isinstance(path_or_id, str | os.PathLike):
-        raise UsageError(f"attach was given a {type(path_or_id).__name__}; give a run's directory or id")
-    text = os.fspath(path_or_id)
-    if not text:
-        raise UsageError("attach was given an empty name; give a run's directory or id")
-    try:
-        path = Path(text).expanduser()
-        is_path = os.sep in text or path.exists()
-    except (OSError, RuntimeError, ValueError) as error:      # too long, an unknown user's home, a NUL byte
-        raise UsageError(f"attach was given {text[:80]!r}, which is no run's directory or id ({error})") from error
-    if is_path:
-        return Run(require_run(path.absolute()))
-    root = runs_root()
-    found = [name for name in _names(root) if name.startswith(text)]
-    if len(found) == 1 or text in found:
-        return Run(require_run(root / (text if text in found else found[0])))
-    raise RunError(f"{len(found) or 'no'} runs in {root} have an id that starts with {text!r}; "
-                   f"`dplab runs` lists them, newest first")
+    return Run(find_run(path_or_id))
 
 
 def runs(root: str | os.PathLike[str] | None = None) -> list[Run]:
     """This user's runs, newest first, damaged ones included; `root`: folder to look in, None: where `launch` puts
     them."""
     folder = runs_root() if root is None else Path(root)
-    return [Run(RunDirectory(folder / name)) for name in sorted(_names(folder), reverse=True)]
-
-
-def _names(root: Path) -> list[str]:
-    require_folder(root)
-    try:
-        return [entry.name for entry in os.scandir(root) if os.path.lexists(os.path.join(entry.path, "run.json"))]
-    except FileNotFoundError:
-        return []      # nothing was launched yet
-    except OSError as error:
-        raise RunError(f"the runs in {root} cannot be listed: {error.strerror}; set DPLAB_RUNS to a folder of "
-                       f"yours") from error
+    return [Run(RunDirectory(folder / name)) for name in sorted(run_names(folder), reverse=True)]

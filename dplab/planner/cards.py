@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Iterable
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -34,15 +34,16 @@ def find(kind: str, name: str, *, what: str, otherwise: str = "") -> dict[str, A
     known = cards(kind)
     if name.lower() in known:
         return known[name.lower()]
-    raise UsageError(f"{what} {name!r} is not known; {nearest(name, known, names(kind))}{otherwise}")
+    own = {alias: card["name"] for alias, card in known.items()}
+    raise UsageError(f"{what} {name!r} is not known; {nearest(name, own, names(kind))}{otherwise}")
 
 
-def nearest(name: str, known: Iterable[str], fallback: list[str]) -> str:
-    """`the nearest are a, b`, or all names where none is near."""
+def nearest(name: str, known: Mapping[str, str], fallback: list[str]) -> str:
+    """`the nearest are a, b`, or all names where none is near; `known` maps lower-case names to those that are told."""
     lower = name.lower()
     close = difflib.get_close_matches(lower, list(known), n=6, cutoff=0.5)
     close += [other for other in known if lower in other and other not in close]
-    told = list(dict.fromkeys(close))[:3]
+    told = list(dict.fromkeys(known[other] for other in close))[:3]
     return f"the nearest are {', '.join(told)}" if told else f"there are {', '.join(fallback)}"
 
 

@@ -98,6 +98,9 @@ class Explanation:
             lines.append("  at most: a root unit that stays gathered after its forward is gathered once, not twice")
         return "\n".join(lines)
 
+    def __repr__(self) -> str:
+        return str(self)
+
     def _window(self) -> str:
         a = self.strategy.accumulate
         if a == 1:
@@ -110,14 +113,17 @@ class Explanation:
         return f"<pre>{text}</pre>"
 
 
-def explain(strategy: Strategy | str, model: Any, world_size: int) -> Explanation:
+def explain(strategy: Strategy | str | None = None, model: Any = None, world_size: int | None = None) -> Explanation:
     """The row of the strategy table for `model` (an nn.Module, or a number of parameters) on `world_size` ranks.
 
     It counts in the precision that a run would have: the strategy's, without one the model's own dtype (fp32 for
     a number), where `estimate` assumes bf16. Padding is left out (below 128 elements a parameter and rank); a
     ZeRO-3 root that stays gathered after its forward is sent once, not twice, so that less is sent than
-    printed. Raises UsageError for what has no parameters.
+    printed. Raises UsageError for what has no parameters, and where one of the three is left out.
     """
+    if strategy is None or model is None or world_size is None:
+        raise UsageError("explain needs a strategy, a model or its number of parameters, and a number of ranks: "
+                         "explain('zero2', 7.4e6, 4)")
     if not isinstance(strategy, Strategy | str):
         raise UsageError(f"explain takes the strategy first, explain('zero2', model, world_size); it was given a "
                          f"{type(strategy).__name__} there")

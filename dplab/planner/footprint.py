@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from dplab.errors import UsageError
-from dplab.specs import DTYPE_BYTES, PRECISIONS, Placement, Precision, Sharding, Strategy
+from dplab.specs import DTYPE_BYTES, PRECISIONS, SHARDINGS, Placement, Precision, Sharding, Strategy
 
 MODEL_STATES = ("params", "grads", "optimizer", "master")
 OPTIMIZER_SLOTS = {"adamw": 2, "adam": 2, "nadam": 2, "radam": 2, "adamax": 2,
@@ -144,13 +144,29 @@ class ModelShape:
         elif not self.flash:
             each, text = 34 + Fraction(5 * self.heads * s, h), f"(34 + 5 x {self.heads} x {s} / {h})"
         size = self.layers * s * b * h * each * element_bytes / 2
-        formula = f"{self.layers} layers x {s} x {b} x {h} x {text}"
+        formula = f"{self.layers} layers x {s} tokens x {b} sequences x {h} features x {text} bytes"
         if element_bytes != 2:
             formula += f" x {element_bytes}/2"
         if self.vocabulary:
             size += 4 * s * b * self.vocabulary
-            formula += f" + 4 x {s} x {b} x {self.vocabulary} logits"
+            formula += f" + {s} tokens x {b} sequences x {self.vocabulary} logits x 4 bytes"
         return round(size), formula
+
+
+@dataclass(frozen=True)
+class _Unit:
+    """A unit of 1000s and its neighbour of 1024s."""
+
+    name: str
+    decimal: float
+    decimal_text: str
+    binary_name: str
+    binary: float
+    binary_text: str
+
+
+_UNITS = (_Unit("GB", 1e9, "1e9", "GiB", 2**30, "2^30"), _Unit("MB", 1e6, "1e6", "MiB", 2**20, "2^20"),
+          _Unit("kB", 1e3, "1e3", "KiB", 2**10, "2^10"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,27 +192,45 @@ class Estimate:
 
     def explain(self) -> str:
         """Each figure with its formula and the numbers in it."""
+        sizes, unit = dict(self._rows()), self._unit
+        lines = [f"{name:12}{sizes[name] / unit.decimal:12.3f} {unit.name}   {text}"
+                 for name, text in self.formulas.items() if name in sizes]
+        total = (f"{'total':12}{self.total_bytes / unit.decimal:12.3f} {unit.name} = "
+                 f"{self.total_bytes / unit.binary:.3f} {unit.binary_name}")
+        return "\n".join([*lines, total])
+
+    @property
+    def _unit(self) -> _Unit:
+        return next(unit for unit in _UNITS if self.total_bytes >= 10 * unit.decimal or unit is _UNITS[-1])
+
+    def _rows(self) -> list[tuple[str, float]]:
+        """Name and bytes of what would not read 0.000."""
         sizes: dict[str, float] = {**self.model_states_bytes, "activations": self.activations_bytes or 0,
                                    **(self.other_bytes or {})}
-        lines = [f"{name:12}{sizes[name] / 1e9:12.3f} GB   {text}" for name, text in self.formulas.items()]
-        total = f"{'total':12}{self.total_bytes / 1e9:12.3f} GB = {self.total_bytes / 2**30:.3f} GiB"
-        return "\n".join([*lines, total])
+        return [(name, size) for name, size in sizes.items()
+                if name != "total" and size >= 5e-4 * self._unit.decimal]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON; every size in bytes."""
         return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
     def __str__(self) -> str:
-        """A table in GB (1e9 bytes), with GiB (2^30) beside it."""
-        rows = [*((name, size) for name, size in self.model_states_bytes.items() if name != "total")]
-        if self.activations_bytes is not None:
-            rows.append(("activations", self.activations_bytes))
-        rows += (self.other_bytes or {}).items()
-        rows.append(("total", self.total_bytes))
-        lines = [f"{self.strategy}, {self.params:.4g} parameters, {self.world_size} ranks: predicted, one rank",
-                 f"{'':12}{'GB (1e9)':>12}{'GiB (2^30)':>12}"]
-        lines += [f"{name:12}{size / 1e9:12.3f}{size / 2**30:12.3f}" for name, size in rows]
-        return "\n".join([*lines, f"formula: {self.formula}", f"precision: {self.precision}", f"note: {self.note}"])
+        """A table in GB (1e9 bytes) with GiB (2^30) beside it, MB and MiB where the whole is below 10 GB; of a model
+        each figure's sum as well."""
+        unit = self._unit
+        ranks = f"{self.world_size} rank{'' if self.world_size == 1 else 's'}"
+        lines = [f"{self.strategy}, {self.params:.4g} parameters, {ranks}: predicted, one rank",
+                 f"{'':12}{unit.name + ' (' + unit.decimal_text + ')':>12}"
+                 f"{unit.binary_name + ' (' + unit.binary_text + ')':>12}"]
+        whole = self.other_bytes is not None
+        for name, size in [*self._rows(), ("total", self.total_bytes)]:
+            text = f"   {self.formulas.get(name, '')}" if whole else ""
+            lines.append(f"{name:12}{size / unit.decimal:12.3f}{size / unit.binary:12.3f}{text}".rstrip())
+        return "\n".join([*lines, f"{'model' if whole else 'formula'}: {self.formula}", f"precision: {self.precision}",
+                          f"note: {self.note}"])
+
+    def __repr__(self) -> str:
+        return str(self)
 
 
 def estimate(params: float | str | Path | dict[str, Any], world_size: int, strategy: Strategy | str = "ddp",
@@ -213,9 +247,14 @@ def estimate(params: float | str | Path | dict[str, Any], world_size: int, strat
     it is smaller than the world (hybrid). With `shape` activations are added.
     Raises UsageError for a count below 1, an unknown strategy or optimizer, a shard that does not divide.
     """
+    if isinstance(params, str) and params.partition("+")[0] in SHARDINGS:
+        raise UsageError(f"estimate takes the parameters first, estimate(7.5e9, 64, {params!r}); it was given the "
+                         f"strategy {params!r} there")
     if not isinstance(params, str | Path | dict):
         _at_least("params", params, 1)
     _at_least("world_size", world_size, 1)
+    if not isinstance(world_size, int):
+        raise UsageError(f"estimate(world_size={world_size!r}) is not allowed; world_size is a whole number of ranks")
     chosen = with_default_precision(strategy)
     shard = world_size if shard is None else shard
     _check_sharing(optimizer, shard, world_size)

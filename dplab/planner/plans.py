@@ -106,7 +106,18 @@ class Plan:
 
     def explain(self) -> str:
         """Memory with its formulas and the parts of the step."""
-        return f"{self.memory.explain()}\n\n{self.cost.explain()}"
+        return f"{self.memory.explain()}\n\n{self._time()}"
+
+    def _time(self) -> str:
+        """The parts of the closed form by their names, and the simulated step that the table tells."""
+        parts = {part: float(value) for part, value in self.cost.parts.items()}
+        total = sum(parts.values())
+        lines = [f"step: predicted {self.step * 1e3:,.1f} ms by simulation, MFU {self.mfu:.1%}, HFU {self.hfu:.1%}; in "
+                 f"closed form {total * 1e3:,.1f} ms, of which"]
+        lines += [f"  {_WORDS[part]:36}{value * 1e3:12,.1f} ms{value / total:8.1%}"
+                  for part, value in parts.items() if value]
+        hidden = f"  {'collectives hidden behind compute':36}{float(self.cost.hidden) * 1e3:12,.1f} ms, not counted"
+        return "\n".join([*lines, hidden])
 
     def to_dict(self, why: str = "") -> dict[str, Any]:
         """Plain values for JSON; bytes, milliseconds, shares."""
@@ -139,6 +150,11 @@ class Plans:
         """The fastest plan."""
         return self.plans[0]
 
+    @property
+    def fitting(self) -> int:
+        """Candidates that were not rejected; `plans` are the fastest of them."""
+        return self.searched - sum(item.count for item in self.rejected)
+
     def why(self, plan: Plan) -> str:
         """Why a plan stands where it does, in one sentence."""
         parts = {part: float(value) for part, value in plan.cost.parts.items()}
@@ -146,8 +162,8 @@ class Plans:
         if plan.shares is not None:
             text = self._why_shares(plan, plan.shares)
         elif plan is self.best:
-            spent = ", ".join(f"{value / total:.0%} {_WORDS[part]}" for part, value in sorted(
-                parts.items(), key=lambda item: -item[1]) if value / total >= 0.01)
+            spent = ", ".join(f"{value / total:.1%} {_WORDS[part]}" for part, value in sorted(
+                parts.items(), key=lambda item: -item[1]) if value / total >= 0.001)
             text = (f"the fastest that fits: {spent}; {float(plan.memory.total) / 2**30:.1f} of "
                     f"{self.limit / 2**30:.1f} GiB")
         else:
@@ -176,6 +192,7 @@ class Plans:
         """Plain values for JSON."""
         return {"plans": [plan.to_dict(self.why(plan)) for plan in self.plans],
                 "rejected": [item.to_dict() for item in self.rejected], "searched": self.searched,
+                "fitting": self.fitting,
                 "seconds": self.seconds, "model": self.profile.to_dict(), "cluster": str(self.cluster),
                 "step_error": self.cluster.error}
 
@@ -184,16 +201,21 @@ class Plans:
                 f"{self.cluster}: predicted, a step within about {self.cluster.error:.0%}; "
                 f"{self.searched:,} candidates in {self.seconds:.2f} s")
         lines = [head, "", f"{'strategy':34}{'dp':>6}{'micro':>7}{'accum':>7}{'recompute':>11}{'step ms':>12}"
-                 f"{'GiB':>8}{'GB':>8}{'MFU':>7}"]
+                 f"{'GiB a GPU':>11}{'GB a GPU':>10}{'MFU':>7}"]
         for plan in self.plans:
             split, held = plan.split, float(plan.memory.total)
             lines.append(f"{plan!s:34}{split.dp:6}{split.micro_batch:7}{split.accumulate:7}"
-                         f"{RECOMPUTE[split.recompute]:>11}{plan.step * 1e3:12,.1f}{held / 2**30:8.1f}"
-                         f"{held / 1e9:8.1f}{plan.mfu:7.1%}")
+                         f"{RECOMPUTE[split.recompute]:>11}{plan.step * 1e3:12,.1f}{held / 2**30:11.1f}"
+                         f"{held / 1e9:10.1f}{plan.mfu:7.1%}")
             lines.append(f"    {self.why(plan)}")
-        lines += ["", "rejected:"] if self.rejected else []
+        lines += ["", f"{self.fitting:,} of {self.searched:,} candidates can run" + (
+            f", the fastest {len(self.plans)} above" if self.fitting > len(self.plans) else "")]
+        lines += ["rejected:"] if self.rejected else []
         lines += [f"{item.count:8,}  {item.reason} (such as {item.example})" for item in self.rejected]
         return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        return str(self)
 
     def _repr_html_(self) -> str:
         text = str(self).replace("&", "&amp;").replace("<", "&lt;")

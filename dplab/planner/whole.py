@@ -51,8 +51,10 @@ def estimate_model(model: str | Path | dict[str, Any], world_size: int, strategy
     if profile.blocks:
         block = profile.blocks[-1]
         text += f"; an activation's element holds {whole(block, program) + divided(block, program):.4g} bytes a layer"
+    sample = f"sequence {profile.sequence}, " if profile.vocabulary else ""
+    note = f"{sample}micro-batch {micro_batch}" + ("; flash attention is assumed" if profile.blocks else "")
     return Estimate(
         strategy=str(chosen), precision=precision_told(strategy, chosen), params=profile.parameters,
         world_size=world_size, model_states_bytes={**states, "total": sum(states.values())}, activations_bytes=alive,
         total_bytes=sum(states.values()) + alive + sum(others.values()), formula=text, other_bytes=others,
-        formulas=formulas, note=f"sequence {profile.sequence}, micro-batch {micro_batch}; flash attention is assumed")
+        formulas=formulas, note=note)

@@ -16,8 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dplab.errors import RunError
+from dplab.telemetry.lookup import find_run
 from dplab.telemetry.reader import RunReader
 
+WATCHED = "lens"
+"""Name of the log event of a rank whose gradients a Lens watches."""
 NOT_FINITE = "not_finite"
 """Name of the log event of a gradient with a NaN or an infinity."""
 
@@ -25,6 +28,10 @@ _INTEGERS: dict[Any, Any] = {np.dtype(np.float32): np.int32, np.dtype(np.float64
                              np.dtype(np.float16): np.int16}
 FARTHEST = np.iinfo(np.int64).max
 """What a number and a NaN differ by."""
+
+
+_MAKE_ONE = ("make a dplab.Lens(engine) in the program and call its record() after every step "
+             "(dplab.workloads.train:train does with lens=True)")
 
 
 def folder_of(run: Path) -> Path:
@@ -130,8 +137,9 @@ class Comparison:
 def compare_runs(a: Any, b: Any) -> Comparison:
     """Compares two runs that recorded their weights (`dplab.Lens`): the steps and parameters that both have.
 
-    `a`, `b`: a `Run`, or the path of a run's directory or of a Lens's own folder. Raises RunError, naming the
-    run, where nothing was recorded or the two have nothing in common.
+    `a`, `b`: a `Run`, an id as `dplab.attach` takes it, or the path of a run's directory or of a Lens's own folder.
+    Raises RunError, naming the run, where nothing was recorded or the two have nothing in common, and for an id that
+    is none.
     """
     folders = [_folder(run) for run in (a, b)]
     steps = sorted(set(steps_in(folders[0])) & set(steps_in(folders[1])))
@@ -151,19 +159,31 @@ def compare_runs(a: Any, b: Any) -> Comparison:
 
 
 def not_finite(run: Any) -> list[NotFinite]:
-    """Every gradient of a run that was not finite, in order of time; needs a `dplab.Lens` in the program."""
-    events = RunReader(getattr(run, "path", run)).poll()
+    """Every gradient of a run that was not finite, in order of time.
+
+    `run`: a `Run`, its directory, or an id as `dplab.attach` takes it. Raises RunError where no `dplab.Lens` watched
+    the gradients, so that nothing can be said of them.
+    """
+    path = _run_path(run, "not_finite")
+    events = RunReader(path).poll()
+    if not folder_of(path).is_dir() and not any(e.kind == "log" and e.name == WATCHED for e in events):
+        raise RunError(f"no gradient of run {path} was watched, so that nothing is known of them; {_MAKE_ONE}")
     found = sorted((e for e in events if e.kind == "log" and e.name == NOT_FINITE), key=lambda e: e.t0)
     return [NotFinite(e.step, e.rank, e.attrs["parameter"], e.attrs["what"]) for e in found]
 
 
 def _folder(run: Any) -> Path:
-    path = Path(getattr(run, "path", run))
-    folder = path if path.is_dir() and steps_in(path) else folder_of(path)
+    path = run if isinstance(run, str | os.PathLike) and Path(run).is_dir() else _run_path(run, "compare_runs")
+    path = Path(path)
+    folder = path if steps_in(path) else folder_of(path)
     if not folder.is_dir() or not steps_in(folder):
-        raise RunError(f"{os.fspath(path)} holds no recorded weights; make a dplab.Lens(engine) in the program and "
-                       f"call its record() after every step (dplab.workloads.train:train does with lens=True)")
+        raise RunError(f"{path} holds no recorded weights; {_MAKE_ONE}")
     return folder
+
+
+def _run_path(run: Any, caller: str) -> Path:
+    path = getattr(run, "path", None)
+    return path if isinstance(path, Path) else find_run(run, caller=caller).path
 
 
 def _same_dtype(x: NDArray[Any], y: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:

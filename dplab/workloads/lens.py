@@ -33,6 +33,8 @@ class Lens:
         self.folder = Path(folder) if folder is not None else numerics.folder_of(Path(os.environ["DPLAB_RUN_DIR"]))
         if engine.world.rank == 0:
             self.folder.mkdir(parents=True, exist_ok=True)
+        moment = now()
+        recorder.current().span("log", numerics.WATCHED, moment, moment, text="a Lens watches the gradients")
         for name, parameter in engine.module.named_parameters():
             if parameter.requires_grad:
                 self._watch(name, parameter)

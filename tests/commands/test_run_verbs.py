@@ -79,6 +79,7 @@ def test_attach_tells_a_run_that_is_over(trained, capsys):
     status, out, err = said(capsys, "attach", trained["run_dir"], "--json")
     data = json.loads(out)
     assert (status, data["state"], data["steps"]) == (0, "finished", 12)
+    assert "step" not in data
     assert data["step_ms_median"] == pytest.approx(trained["step_ms_median"])
     assert "step 12" in err
 
@@ -96,8 +97,24 @@ def test_doctor_tells_where_each_rank_stands(trained, capsys):
     ranks = json.loads(out)["ranks"]
     assert status == 0
     assert [row["rank"] for row in ranks] == [0, 1]
-    assert all(row["step"] == 12 and not row["lives"] for row in ranks)
-    assert "rank 1 (ended): step 12" in said(capsys, "doctor", trained["run_dir"])[1]
+    assert all(row["step"] == 12 and not row["lives"] and row["bucket"] is None for row in ranks)
+    assert "rank 1 (ended): last seen at step 12, returned" in said(capsys, "doctor", trained["run_dir"])[1]
+
+
+def failing() -> None:
+    """What a launched rank runs: it fails before it has trained."""
+    raise ValueError("no data")
+
+
+def test_doctor_says_of_no_rank_that_ended_that_it_runs(capsys):
+    run = dplab.launch(failing, detach=False)
+    with pytest.raises(RankFailed):
+        run.wait(60)
+    status, out, _ = said(capsys, "doctor", str(run.path))
+    assert status == 0
+    assert "failed: rank 0 of 1 failed before its first step was done: ValueError: no data" in out
+    assert "rank 0 (ended): last seen before its first step was done, in its program" in out
+    assert "running" not in out
 
 
 def test_doctor_tells_what_the_machine_can_do(capsys):

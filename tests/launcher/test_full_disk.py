@@ -48,7 +48,7 @@ def test_launch_on_a_full_disk(small_disk: Path) -> None:
 def test_arguments_larger_than_the_disk(small_disk: Path) -> None:
     with pytest.raises(RunError, match=r"the function and its arguments \(\d+ bytes\) cannot be written to \S+: No "
                                        r"space left on device; free space there, pass less"):
-        dplab.launch(rank_programs.place, args=(os.urandom(4_000_000),), root=small_disk / "runs", detach=False)
+        dplab.launch(print, args=(os.urandom(4_000_000),), root=small_disk / "runs", detach=False)
     assert not list(small_disk.glob("runs/*"))
 
 
@@ -57,7 +57,8 @@ def test_disk_fills_up_under_way(small_disk: Path) -> None:
     with pytest.raises(RankFailed) as caught:
         run.wait(60)
     message = str(caught.value)
-    assert message.startswith("rank 0 of 1 failed in step 0: dplab.errors.RunError: rank 0 cannot write its events to ")
+    assert message.startswith("rank 0 of 1 failed before its first step was done: dplab.errors.RunError: "
+                              "rank 0 cannot write its events to ")
     assert "events.jsonl: the disk is full; free space there, or set DPLAB_RUNS to a folder on another disk" in message
     assert len(run.events()) > 500  # every whole line that fitted
     assert run.state == "failed"

@@ -96,7 +96,7 @@ def test_h41_cells_travel_edits_count_and_a_killed_kernel_leaves_nothing(kernel:
     assert kernel.run(CELL.format(scale=100)) == "[501, 501] True\n"
 
     told = kernel.run(FAILING)
-    assert told.startswith("rank 0 of 1 failed in step 0: IndexError: list index out of range\n")
+    assert told.startswith("rank 0 of 1 failed before its first step was done: IndexError: list index out of range\n")
     assert "return numbers[7]  # the line that fails" in told
 
     kept = Path(kernel.run(ENDLESS.format(detach=True)).strip())

@@ -225,8 +225,8 @@ def test_what_cannot_travel_is_named(runs_folder: Path) -> None:
 
     refused("'lock', which helper uses, (a _thread.lock) cannot be pickled", train)
     refused("make it inside the function, or pass what it is made from", train)
-    refused("args[1]['deep'][0] (a _thread.lock) cannot be pickled", args=(1, {"deep": [lock]}))
-    refused("kwargs['lock'] (a _thread.lock) cannot be pickled", kwargs={"lock": lock})
+    refused("args[1]['deep'][0] (a _thread.lock) cannot be pickled", print, args=(1, {"deep": [lock]}))
+    refused("kwargs['lock'] (a _thread.lock) cannot be pickled", dict, kwargs={"lock": lock})
     assert not runs_folder.exists()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -151,3 +152,12 @@ def test_bad_files_and_sequences(tmp_path):
         configs.model("gpt2", sequence=4096)
     with pytest.raises(UsageError, match=r"an image model has no sequence; leave it out"):
         configs.model("vit-b-16", sequence=5)
+
+
+@pytest.mark.parametrize("given", ["llama", "gpt", "7b", "resnet", "lama-7b"])
+def test_names_that_are_suggested_are_those_that_are_listed(given):
+    with pytest.raises(UsageError) as told:
+        configs.model(given)
+    suggested = re.search(r"the nearest are ([^;]*?), or give", str(told.value)).group(1).split(", ")
+    assert suggested
+    assert set(suggested) <= set(cards.names("models"))

@@ -55,6 +55,17 @@ def test_what_travels_is_as_wide_as_what_waits_in_a_bucket(strategy, width):
     assert told.bytes_sent["reduce_scatter"] == width * told.elements_sent["reduce_scatter"] > 0
 
 
+@pytest.mark.parametrize("given", [(), ("ddp",), ("ddp", 1e6)])
+def test_what_is_left_out_is_told(given):
+    with pytest.raises(UsageError, match=r"explain needs a strategy, a model .*: explain\('zero2', 7.4e6, 4\)"):
+        explain(*given)
+
+
+def test_its_repr_is_its_text():
+    told = explain("zero2", 1_000_000, 4)
+    assert repr(told) == str(told)
+
+
 def test_a_window_costs_two_bytes_a_parameter_more():
     told = explain("zero3+bf16+accum4", 1000, 2)
     assert told.bytes_per_parameter == 18

@@ -51,7 +51,7 @@ def test_units_are_kept_apart():
 @pytest.mark.parametrize(("text", "options", "message"), [
     ("H100", {}, r"cluster 'H100' is not of the form COUNTxGPU, such as 8xH100-SXM-80GB"),
     ("0xH100", {}, r"not of the form COUNTxGPU"),
-    ("8xH1000-SXM", {}, r"GPU 'H1000-SXM' is not known; the nearest are h100"),
+    ("8xH1000-SXM", {}, r"GPU 'H1000-SXM' is not known; the nearest are H100"),
     ("12xH100", {}, r"12 GPUs do not fill nodes of 8; use 8 or 16 GPUs, or give another number a node"),
     ("8xH100-SXM-80GiB", {}, r"named by its marketed size in GB, .*'H100-SXM-80GiB' is in GiB"),
     ("2x8xH100", {"per_node": 4}, r"has 8 GPUs a node but per_node=4 was given too; leave one out"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -57,6 +58,28 @@ def test_text_names_units_and_says_predicted(llama):
         assert word in text
     assert "<pre>" in llama._repr_html_()
     assert "parameters x" in llama.best.explain()
+    assert "GiB a GPU" in text
+    assert repr(llama) == text
+
+
+def test_rejected_and_fitting_are_all_that_was_searched(llama):
+    told = llama.to_dict()
+    assert told["fitting"] + sum(item["count"] for item in told["rejected"]) == told["searched"]
+    assert told["fitting"] >= len(told["plans"])
+    assert f"{told['fitting']:,} of {told['searched']:,} candidates can run, the fastest 5 above" in str(llama)
+
+
+def test_the_explanation_tells_the_tables_step_and_names_the_parts(llama):
+    best = llama.best
+    text = best.explain()
+    assert f"predicted {best.step * 1e3:,.1f} ms by simulation" in text
+    assert f"{best.step * 1e3:,.1f}" in str(llama)
+    assert "exposed data-parallel collectives" in text
+    shares = [float(share) for share in re.findall(r" ms +([\d.]+)%", text)]
+    assert sum(shares) == pytest.approx(100, abs=0.3)
+    told = [float(share) for share in re.findall(r"([\d.]+)% ", llama.why(best))]
+    assert told == sorted(shares, reverse=True)[:len(told)]
+    assert sum(told) > 99
 
 
 def test_nothing_better_is_left_out():
@@ -161,7 +184,7 @@ def test_large_clusters_and_a_hundred_thousand_candidates():
     (("llama-7b", "8xH100", 0), {}, r"tokens_per_step=0 is not allowed; it is a whole number of tokens"),
     (("gpt2-xl", "8xH100", 1024), {}, r"no layout of gpt2-xl on 8 x H100-SXM-80GB with 1 samples a step is legal: "),
     (("lama-7b", "8xH100", 2048), {}, r"model 'lama-7b' is not known; the nearest are llama-7b"),
-    (("llama-7b", "8xH1000", 2048), {}, r"GPU 'H1000' is not known; the nearest are h100"),
+    (("llama-7b", "8xH1000", 2048), {}, r"GPU 'H1000' is not known; the nearest are H100"),
     (("llama-7b", "8xV100", 1_048_576), {"precision": "bf16"}, r"V100-SXM-32GB has no bf16 tensor cores; use fp16 or"),
     (("llama-7b", "8xH100", 1_048_576), {"precision": "int8"}, r"precision 'int8' is not known; use one of fp32, bf16"),
     (("llama-7b", "8xH100", 1_048_576), {"memory_limit": "80"}, r"memory limit '80' is no number above 0 with its"),

@@ -28,7 +28,8 @@ def test_every_figure_is_explained_with_its_numbers():
     whole = dplab.estimate("llama-7b", 8, "zero3+bf16+accum2", micro_batch=2, sequence=1024)
     text = whole.explain()
     for part in ("6.73842e+09 parameters x 2 bytes / 8 ranks", "x 4 bytes / 8 ranks", "32 layers x 1 micro-batches x "
-                 "1024 tokens x 2 x 4096 x 45.53 bytes", "1024 x 2 x 32000 / 1 x 12 bytes", "2 units x 2.02383e+08",
+                 "1024 tokens x 2 samples x 4096 features x 45.53 bytes",
+                 "1024 tokens x 2 samples x 32000 logits x 12 bytes", "2 units x 2.02383e+08",
                  "GB = "):
         assert part in text
     assert "gathered" in str(whole)
@@ -45,6 +46,29 @@ def test_a_plain_estimate_explains_itself_too():
         figure, formula = line.split("   ")[0], line.rsplit("   ", 1)[1]
         numbers = formula.replace("parameters x", "*").replace("bytes", "").replace("ranks", "")
         assert eval(numbers) / 1e9 == pytest.approx(float(line.split()[1]), abs=5e-4), figure
+
+
+def test_a_small_model_is_told_in_mb_and_every_row_once():
+    told = dplab.estimate("tiny-gpt", 2, "zero2+fp32")
+    text = str(told)
+    assert "MB (1e6)  MiB (2^20)" in text
+    assert " 0.000" not in text
+    assert "formula:" not in text
+    assert "master" not in text
+    assert text.count("parameters x 4 bytes") == 2
+    assert repr(told) == text
+    assert ", 1 rank:" in str(dplab.estimate("tiny-gpt", 1))
+    assert "kB (1e3)" in str(dplab.estimate(2000, 2))
+
+
+@pytest.mark.parametrize(("given", "sentence"), [
+    (("zero2", 7.5e9, 64), r"estimate takes the parameters first, estimate\(7.5e9, 64, 'zero2'\); it was given the "
+                           r"strategy 'zero2' there"),
+    ((7.5e9, 2.5), r"estimate\(world_size=2.5\) is not allowed; world_size is a whole number of ranks"),
+])
+def test_arguments_in_another_order(given, sentence):
+    with pytest.raises(UsageError, match=sentence):
+        dplab.estimate(*given)
 
 
 def test_more_samples_and_longer_sequences_cost_activations():
@@ -71,7 +95,7 @@ def test_the_command(capsys):
     for arguments, message in (
             (["--model", "lama-7b"], "model 'lama-7b' is not known; the nearest are llama-7b"),
             (["--model", "gpt2", "--layers", "3"], "leave them out where --model names one"),
-            (["--model", "gpt2", "--params", "3"], "not allowed with argument"),
+            (["--model", "gpt2", "--params", "3e6"], "not allowed with argument"),
             ([], "one of the arguments --params --model is required")):
         assert main(["estimate", *arguments, "--world-size", "8"]) == 2
         assert message in capsys.readouterr().err
@@ -87,3 +111,9 @@ def test_the_command(capsys):
 def test_bad_input(arguments, options, message):
     with pytest.raises(UsageError, match=message):
         dplab.estimate(*arguments, **options)
+
+
+def test_an_image_model_has_no_sequence_and_a_stated_net_no_attention() -> None:
+    assert dplab.estimate("resnet-50", 8, micro_batch=4).note == "micro-batch 4"
+    assert dplab.estimate("vit-b-16", 8, micro_batch=4).note == "micro-batch 4; flash attention is assumed"
+    assert dplab.estimate("gpt2-xl", 8).note == "sequence 1024, micro-batch 1; flash attention is assumed"

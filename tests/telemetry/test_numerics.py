@@ -102,6 +102,42 @@ def test_what_was_not_recorded_is_told(tmp_path: Path) -> None:
         dplab.compare_runs(tmp_path / "a", tmp_path / "b")
 
 
+def stepping(lens: bool, folder: str | None = None) -> None:
+    """What a launched rank runs: one step, watched or not."""
+    engine = dplab.parallelize(Net(), lambda ps: torch.optim.SGD(ps, lr=0.1))
+    watching = dplab.Lens(engine, folder) if lens else None
+    engine.backward(engine(torch.ones(1, 5)))
+    engine.step()
+    if watching is not None:
+        watching.record()
+
+
+def test_runs_are_found_as_attach_finds_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DPLAB_RUNS", str(tmp_path / "runs"))
+    run = dplab.launch(stepping, args=(True,), detach=False)
+    run.wait(60)
+    assert dplab.not_finite(run.id) == dplab.not_finite(run.id[:8]) == dplab.not_finite(run.path) == []
+    assert dplab.compare_runs(run.id, run.id[:8]).identical
+    for call in (lambda: dplab.not_finite("2001"), lambda: dplab.compare_runs("2001", run)):
+        with pytest.raises(RunError, match="have an id that starts with '2001'; `dplab runs` lists them") as told:
+            call()
+        with pytest.raises(RunError) as attached:
+            dplab.attach("2001")
+        assert str(told.value) == str(attached.value)
+    with pytest.raises(UsageError, match="not_finite was given a int; give a run's directory or id"):
+        dplab.not_finite(3)
+
+
+def test_gradients_that_nothing_watched_are_not_called_finite(tmp_path: Path) -> None:
+    blind = dplab.launch(stepping, args=(False,), detach=False)
+    blind.wait(60)
+    with pytest.raises(RunError, match=r"no gradient of run .* was watched.*; make a dplab.Lens\(engine\)"):
+        dplab.not_finite(blind)
+    elsewhere = dplab.launch(stepping, args=(True, str(tmp_path)), detach=False)
+    elsewhere.wait(60)
+    assert dplab.not_finite(elsewhere) == []
+
+
 def test_a_lens_outside_a_run_needs_a_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("DPLAB_RUN_DIR", raising=False)
     engine = dplab.parallelize(nn.Linear(2, 2), torch.optim.SGD)
