@@ -20,7 +20,7 @@ from dplab.planner.recipes import RECIPES
 from dplab.planner.split import Split
 
 RANKS = 2
-QUICK_SECONDS, FULL_SECONDS = 0.08, 1.2
+QUICK_SECONDS, FULL_SECONDS = 0.05, 1.2
 """Seconds for one figure."""
 _PROGRAM = "dplab.workloads.gauges:measure"
 _QUARTER = 0.25
@@ -64,8 +64,8 @@ def _measured(backend: str, *, quick: bool, whole: bool) -> dict[str, Any]:
     import dplab
 
     run = dplab.launch(_PROGRAM, world_size=RANKS, backend=backend, detach=False, label="calibration", kwargs={
-        "budget": QUICK_SECONDS if quick else FULL_SECONDS,
-        "micro_batches": ((1, 4) if quick else (1, 8)) if whole else None})
+        "budget": QUICK_SECONDS if quick else FULL_SECONDS, "least": 3 if quick else 5,
+        "micro_batches": ((1, 2) if quick else (1, 8)) if whole else None})
     try:
         figures: dict[str, Any] = run.wait()[0]
     except BaseException:
@@ -93,8 +93,7 @@ def assemble(told: Sequence[dict[str, Any]], *, load: float, date: str) -> Machi
         spread=spread(first), gemm=gemm, copy=copy, paces=paces, saved=saved, optimizer=Pace.through([small, large]),
         wire={run["backend"]: {name: _rising([[float(row["bytes"]), figure(row["seconds"])] for row in rows])
                                for name, rows in run["wire"].items()} for run in told},
-        contention={run["backend"]: machine.share_lost(*(figure(run["overlap"][name]) for name in (
-            "compute", "wire", "both"))) for run in told})
+        contention={run["backend"]: machine.share_lost(**run["overlap"]) for run in told})
 
 
 def _paces(units: dict[str, list[dict[str, Any]]], gemm: dict[str, Any],

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from dplab.errors import UsageError
+from dplab.planner.units import Unit, unit_of
 from dplab.specs import DTYPE_BYTES, PRECISIONS, SHARDINGS, Placement, Precision, Sharding, Strategy
 
 MODEL_STATES = ("params", "grads", "optimizer", "master")
@@ -153,22 +154,6 @@ class ModelShape:
         return round(size), formula
 
 
-@dataclass(frozen=True)
-class _Unit:
-    """A unit of 1000s and its neighbour of 1024s."""
-
-    name: str
-    decimal: float
-    decimal_text: str
-    binary_name: str
-    binary: float
-    binary_text: str
-
-
-_UNITS = (_Unit("GB", 1e9, "1e9", "GiB", 2**30, "2^30"), _Unit("MB", 1e6, "1e6", "MiB", 2**20, "2^20"),
-          _Unit("kB", 1e3, "1e3", "KiB", 2**10, "2^10"))
-
-
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
     """Predicted bytes of one rank. `activations_bytes` is None where no model shape was given.
@@ -200,8 +185,8 @@ class Estimate:
         return "\n".join([*lines, total])
 
     @property
-    def _unit(self) -> _Unit:
-        return next(unit for unit in _UNITS if self.total_bytes >= 10 * unit.decimal or unit is _UNITS[-1])
+    def _unit(self) -> Unit:
+        return unit_of(self.total_bytes)
 
     def _rows(self) -> list[tuple[str, float]]:
         """Name and bytes of what would not read 0.000."""
@@ -247,14 +232,7 @@ def estimate(params: float | str | Path | dict[str, Any], world_size: int, strat
     it is smaller than the world (hybrid). With `shape` activations are added.
     Raises UsageError for a count below 1, an unknown strategy or optimizer, a shard that does not divide.
     """
-    if isinstance(params, str) and params.partition("+")[0] in SHARDINGS:
-        raise UsageError(f"estimate takes the parameters first, estimate(7.5e9, 64, {params!r}); it was given the "
-                         f"strategy {params!r} there")
-    if not isinstance(params, str | Path | dict):
-        _at_least("params", params, 1)
-    _at_least("world_size", world_size, 1)
-    if not isinstance(world_size, int):
-        raise UsageError(f"estimate(world_size={world_size!r}) is not allowed; world_size is a whole number of ranks")
+    _check_first(params, world_size)
     chosen = with_default_precision(strategy)
     shard = world_size if shard is None else shard
     _check_sharing(optimizer, shard, world_size)
@@ -343,6 +321,17 @@ def _others(ranks: int) -> Fraction:
 
 def _exact(value: Fraction) -> float:
     return value.numerator if value.denominator == 1 else float(value)
+
+
+def _check_first(params: Any, world_size: Any) -> None:
+    if isinstance(params, str) and params.partition("+")[0] in SHARDINGS:
+        raise UsageError(f"estimate takes the parameters first, estimate(7.5e9, 64, {params!r}); it was given the "
+                         f"strategy {params!r} there")
+    if not isinstance(params, str | Path | dict):
+        _at_least("params", params, 1)
+    _at_least("world_size", world_size, 1)
+    if not isinstance(world_size, int):
+        raise UsageError(f"estimate(world_size={world_size!r}) is not allowed; world_size is a whole number of ranks")
 
 
 def _check_sharing(optimizer: str, shard: Any, world_size: int) -> None:

@@ -6,7 +6,6 @@ user's data folder. Without it stand defaults, which are those of one laptop-siz
 
 from __future__ import annotations
 
-import math
 import os
 import platform
 import re
@@ -215,7 +214,8 @@ DEFAULT = Machine(
 """Of a two-core laptop: products and copies at round figures, gloo on loopback at what it reaches there."""
 
 
-def share_lost(compute: float, wire: float, both: float) -> float:
-    """Seconds that compute loses to a second of collective behind it: from each alone and both at once, 0 to 1."""
-    lost = (both - compute) / wire
-    return min(1.0, max(0.0, lost)) if math.isfinite(lost) else 1.0
+def share_lost(compute: Sequence[float], wire: Sequence[float], both: Sequence[float]) -> float:
+    """Seconds that compute loses to a second of collective behind it, 0 to 1: the median over turns in which each was
+    timed alone and both at once."""
+    lost = (np.asarray(both) - np.asarray(compute)) / np.asarray(wire)
+    return float(min(1.0, max(0.0, np.median(lost))))

@@ -31,7 +31,7 @@ def memory_bars(plans: Mapping[str, Plan], *, limit: float | None = None) -> Cha
     used = [row for row in range(len(CATEGORIES)) if sizes[row].any()]
     totals = dict(zip(plans, sizes.sum(axis=0), strict=True))
     over = [] if limit is None else [name for name, total in totals.items() if total > limit]
-    caption = "one rank; predicted"
+    caption = "one rank"
     if limit is not None:
         caption += f"; {limit / scale:,.4g} {unit} are allowed" + (f", too much: {', '.join(over)}" if over else "")
     return _bars("predicted-memory", "Memory, predicted", unit, caption, Bars(
@@ -48,7 +48,7 @@ def anatomy(plans: Mapping[str, Plan]) -> Chart:
         for name, seconds in told.items():
             times[PARTS.index(_PART_OF[name]), column] += scale * seconds
     used = [row for row in range(len(PARTS)) if times[row].any()]
-    return _bars("predicted-step", "Step, predicted", "ms", "one step of the slowest rank; predicted", Bars(
+    return _bars("predicted-step", "Step, predicted", "ms", "one step of the slowest rank", Bars(
         names=tuple(plans), roles=tuple(PARTS[row] for row in used), values=times[used]))
 
 

@@ -99,6 +99,7 @@ class Explorer:
     def __init__(self, *, live: bool | None = None, **question: Any) -> None:
         self.live = frontend.watched() if live is None else live
         self.question = _checked(Question(), question)
+        self._asking = False
         self.picture = drawn(self.question)
         self.box: Any = self._box() if self.live else None
 
@@ -106,8 +107,12 @@ class Explorer:
         """Asks something else: `ask(gpus=16, nic_fails=True)`."""
         self._show(_checked(self.question, changes))
         if self.live:
-            for name, control in self._controls.items():
-                control.value = getattr(self.question, name)
+            self._asking = True  # the sliders follow; what they tell meanwhile is no question
+            try:
+                for name, control in self._controls.items():
+                    _set(control, getattr(self.question, name))
+            finally:
+                self._asking = False
         return self.picture
 
     def _box(self) -> Any:
@@ -135,7 +140,7 @@ class Explorer:
         return controls.VBox([controls.HBox(sides), self._drawing, self._words])
 
     def _moved(self, name: str, value: Any) -> None:
-        if getattr(self.question, name) != value:
+        if not self._asking and getattr(self.question, name) != value:
             self._show(replace(self.question, **{name: value}))
 
     def _show(self, question: Question) -> None:
@@ -160,6 +165,17 @@ class Explorer:
 
     def __str__(self) -> str:
         return self.picture.words
+
+
+def _set(control: Any, value: Any) -> None:
+    """Moves a control; a slider gets a stop there, if it has none."""
+    options = getattr(control, "options", None)
+    if options is not None:
+        stops = {stop[1]: stop for stop in options if isinstance(stop, tuple)} or {stop: stop for stop in options}
+        if value not in stops:
+            new = (f"{value:g} GB/s", value) if isinstance(options[0], tuple) else value
+            control.options = [stop for _, stop in sorted({**stops, value: new}.items())]
+    control.value = value
 
 
 def _checked(question: Question, changes: dict[str, Any]) -> Question:

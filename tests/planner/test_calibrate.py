@@ -74,6 +74,12 @@ def test_figures_come_back_from_noisy_repetitions():
     assert known(load=5.0).busy
 
 
+def test_what_a_hidden_collective_costs_is_between_nothing_and_all_of_it():
+    assert machine.share_lost([1.0, 1.0, 9.0], [0.2, 0.2, 0.2], [1.1, 1.1, 1.1]) == pytest.approx(0.5)
+    assert machine.share_lost([1.0], [0.1], [0.5]) == 0
+    assert machine.share_lost([1.0], [0.1], [2.0]) == 1
+
+
 def test_curves_are_straight_between_points_and_at_the_last_rate_above():
     curve = [[1e3, 1e-5], [1e6, 1e-3]]
     assert float(on_curve(curve, 1.0)) == pytest.approx(1e-5)
@@ -175,7 +181,7 @@ def test_predicted_categories_are_those_of_the_ledger(strategy):
 
 
 @pytest.mark.slow
-def test_h87_two_ranks_measure_this_machine(data_folder):
+def test_two_ranks_measure_this_machine(data_folder):
     made = dplab.calibrate(quick=True, backends=["gloo"])
     assert made == machine.load() or made.to_dict() == machine.load().to_dict()
     assert isinstance(made, Machine)

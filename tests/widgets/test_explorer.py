@@ -45,6 +45,20 @@ def test_code_moves_the_sliders_too_and_the_question_is_answered_once_a_change(c
     assert len(asked) == 2
 
 
+def test_code_may_ask_for_what_no_slider_stops_at(comms, monkeypatch):
+    asked = []
+    real = module.drawn
+    monkeypatch.setattr(module, "drawn", lambda question: asked.append(question) or real(question))
+    shown = Explorer(live=True, model="gpt2", samples=256)
+    shown.ask(samples=504, network=40)
+    assert (shown.question.samples, shown.question.network, len(asked)) == (504, 40.0, 2)
+    assert (shown._controls["samples"].value, shown._controls["network"].value) == (504, 40.0)
+    assert "504 samples a step" in shown._drawing.value
+    shown.ask(samples=256)
+    shown._controls["samples"].value = 504
+    assert shown.question.samples == 504
+
+
 def test_a_cell_that_is_opened_later_has_words(comms):
     data, _ = Explorer(live=True, model="gpt2")._repr_mimebundle_()
     assert "application/vnd.jupyter.widget-view+json" in data
