@@ -79,10 +79,11 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Share:
-    """All that one rank writes."""
+    """All that one rank writes. `unit`: bytes of the model's largest bucket; nobody copies more at once."""
 
     pieces: tuple[Piece, ...]
     leaves: tuple[Leaf, ...]
+    unit: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -94,14 +95,14 @@ class Share:
 
     def copied(self) -> Share:
         """A snapshot, for a save that goes on while training does."""
-        return Share(tuple(piece.copied() for piece in self.pieces), self.leaves)
+        return replace(self, pieces=tuple(piece.copied() for piece in self.pieces))
 
     @classmethod
-    def of(cls, items: Iterable[Piece | Leaf]) -> Share:
+    def of(cls, items: Iterable[Piece | Leaf], unit: int) -> Share:
         """Sorts what comes."""
         listed = list(items)
         return cls(tuple(item for item in listed if isinstance(item, Piece)),
-                   tuple(item for item in listed if isinstance(item, Leaf)))
+                   tuple(item for item in listed if isinstance(item, Leaf)), unit)
 
 
 def _first_line(error: BaseException) -> str:

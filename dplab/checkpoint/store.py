@@ -30,7 +30,9 @@ from dplab.checkpoint.pieces import Path, Share, key
 from dplab.errors import CheckpointError
 
 PORTION = 16 * 1024 * 1024
-"""Bytes after which a file is closed: torch's writer keeps a copy of all that it has written to one until then."""
+"""Bytes from which on a file may be closed; until then torch's writer keeps a copy of all that it has written to it."""
+FILES = 16
+"""About as many files has a rank, unless they would be larger than a unit."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,8 @@ def write(folder: FilePath, rank: int, share: Share) -> Written:
     sources: dict[MetadataIndex, torch.Tensor | bytes] = {}
     items = list(_items(share, sources))
     results: list[WriteResult] = []
-    for number, portion in enumerate(_portions(items)):
+    largest = max(PORTION, min(share.unit, share.nbytes // FILES))
+    for number, portion in enumerate(_portions(items, largest)):
         writer = FileSystemWriter(folder)
         # the writer names its files after the rank; ours has several sets of them
         writer.set_up_storage_writer(False, rank=f"{rank}_{number}", use_collectives=False)
@@ -122,12 +125,12 @@ def _items(share: Share, sources: dict[MetadataIndex, Any]) -> Iterator[WriteIte
         yield WriteItem(index, WriteItemType.BYTE_IO)
 
 
-def _portions(items: Sequence[WriteItem]) -> Iterator[list[WriteItem]]:
+def _portions(items: Sequence[WriteItem], largest: int) -> Iterator[list[WriteItem]]:
     portion: list[WriteItem] = []
     held = 0
     for item in items:
         size = item.tensor_storage_size() or 0
-        if portion and held + size > PORTION:
+        if portion and held + size > largest:
             yield portion
             portion, held = [], 0
         portion.append(item)

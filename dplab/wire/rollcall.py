@@ -13,6 +13,7 @@ import threading
 import time
 import zlib
 from collections import defaultdict
+from functools import cached_property
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -37,16 +38,21 @@ class RollCall:
 
     def __init__(self, world: World, name: str) -> None:
         self.rank, self.size = world.rank, world.size
-        self._store = None if world.size == 1 else PrefixStore(f"{name} {_number(world)}", _store(world))
+        self._world, self._name = world, f"{name} {_number(world)}"
         self._turn = 0
         self._told = 0
+
+    @cached_property
+    def _store(self) -> Store:
+        """Looked for at the first meeting: most runs have none."""
+        return PrefixStore(self._name, _store(self._world))
 
     def gather(self, value: Any, *, what: str, limit: float) -> list[Any]:
         """Rank 0 gets every rank's value, in rank order; the others get an empty list, at once.
 
         Raises WireError on rank 0, naming `what` and the ranks that were not there within `limit` seconds.
         """
-        if self._store is None:
+        if self.size == 1:
             return [value]
         if self.rank:
             self._turn += 1
@@ -61,7 +67,7 @@ class RollCall:
 
     def tell(self, value: Any = None, *, what: str, limit: float) -> Any:
         """Every rank gets rank 0's value. Raises WireError where rank 0 says nothing within `limit` seconds."""
-        if self._store is None:
+        if self.size == 1:
             return value
         if self.rank == 0:
             self._told = self._turn
@@ -76,7 +82,6 @@ class RollCall:
 
     def _missing(self, keys: dict[int, str], limit: float) -> list[int]:
         """Ranks whose entry is not there when the limit has passed."""
-        assert self._store is not None
         deadline, pause = time.monotonic() + limit, 0.0005
         while True:
             keys = {rank: key for rank, key in keys.items() if not self._store.check([key])}
@@ -86,7 +91,6 @@ class RollCall:
             pause = min(0.02, pause * 1.5)
 
     def _put(self, key: str, value: Any) -> None:
-        assert self._store is not None
         data = zlib.compress(pickle.dumps(value), level=1)
         parts = [data[start:start + LONGEST] for start in range(0, len(data), LONGEST)]
         for number, part in enumerate(parts):
@@ -94,14 +98,12 @@ class RollCall:
         self._store.set(key, str(len(parts)))  # last: it says that the others are there
 
     def _take(self, key: str, *, keep: bool = False) -> Any:
-        assert self._store is not None
         data = b"".join(self._store.get(f"{key}/{number}") for number in range(int(self._store.get(key))))
         if not keep:
             self._drop(key)
         return pickle.loads(zlib.decompress(data))
 
     def _drop(self, key: str) -> None:
-        assert self._store is not None
         if self._store.check([key]):
             for number in range(int(self._store.get(key))):
                 self._store.delete_key(f"{key}/{number}")
