@@ -25,14 +25,14 @@ from dplab.core.census import Census
 from dplab.core.control import Model
 from dplab.core.full import Full
 from dplab.core.gathers import GatheredUnit, Gathers, UnitHooks, in_backward
-from dplab.core.hooks import ForwardHooks, hook_parameters, refuse_copies
+from dplab.core.hooks import ForwardHooks, hook_parameters, refuse_copies, refuse_whole
 from dplab.core.ledger import Ledger
 from dplab.core.optim import OptimizerLike, OwnedOptimizer, make
 from dplab.core.precision import explain_mismatch, scales_loss
 from dplab.core.reduction import Reduction
 from dplab.core.scaler import LossScaler
 from dplab.core.units import UnitRule, find_units
-from dplab.errors import RunStopped, StateError, UsageError, WireError
+from dplab.errors import RunStopped, UsageError, WireError
 from dplab.specs import Placement, Strategy
 from dplab.telemetry import recorder
 from dplab.telemetry.recorder import now
@@ -102,13 +102,15 @@ class Engine:
         self.optimizer = made
         self._census, self._synced = Census(model, self._buckets), Buffers(model, buffers, mesh.world)
         mesh.world.counters.labels |= {bucket.index: bucket.label for bucket in self._buckets}
-        self._reduction = Reduction(trainable, mesh, self._recorder, model=Model(self._census, self._synced, self._owned),
-                                    accumulate=strategy.accumulate, every_backward=strategy.reduces_every_backward,
+        seen = Model(self._census, self._synced, self._owned)
+        self._reduction = Reduction(trainable, mesh, self._recorder, model=seen, accumulate=strategy.accumulate,
+                                    every_backward=strategy.reduces_every_backward,
                                     scaler=LossScaler() if scales_loss(strategy.precision) else None)
         for pool in pools:
             self._reduction.serve(pool)
         self._ledger = Ledger(self._buckets, pools, self._owned)
         self._gathers: Gathers | None = None
+        self._unit_hooks: UnitHooks | None = None
         if strategy.sharding.params is Placement.SHARDED:
             self._gather_units([GatheredUnit(unit, [b for b in self._buckets if set(b.names) & set(dict(
                 unit.parameters))], self._recorder) for unit in found])
@@ -117,7 +119,7 @@ class Engine:
                                                 self._synced, mesh, world, self._recorder, str(strategy)))
         hook_parameters(self._reduction)
         refuse_copies(model)
-        ForwardHooks(model, self._reduction, self._ledger, strategy.precision, world.device)
+        self._forward_hooks = ForwardHooks(model, self._reduction, self._ledger, strategy.precision, world.device)
         made.zero_grad = model.zero_grad = self.zero_grad  # type: ignore[method-assign]
         self._step_began = now()
         self.steps = 0
@@ -134,6 +136,11 @@ class Engine:
             except RuntimeError as error:
                 explain_mismatch(error, self.strategy.precision, self.module)
                 raise
+            except Exception:
+                raise
+            except BaseException:  # an interrupt: torch runs no forward hooks then
+                self._forward_hooks.abandon(self._unit_hooks)
+                raise
 
     def backward(self, loss: torch.Tensor, *, weight: float | None = None) -> None:
         """Backward of a scalar loss. With `weight` the loss is a sum over that many tokens (or samples), and the
@@ -143,7 +150,7 @@ class Engine:
         """
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             raise UsageError(f"engine.backward takes a scalar loss; got {_describe(loss)}")
-        if weight is not None and not 0 <= weight < float("inf"):
+        if weight is not None and not (isinstance(weight, int | float) and 0 <= weight < float("inf")):
             raise UsageError(f"engine.backward(weight={weight!r}): the weight is a number of tokens or samples, >= 0")
         self._reduction.begin(None if weight is None else float(weight))
         self._losses.append((loss.detach(), 1.0 if weight is None else float(weight)))
@@ -202,6 +209,7 @@ class Engine:
 
         Inside a window it touches nothing and returns None. Collective.
         """
+        norm.check(max_norm, norm_type)
         if not self._reduction.due and not self._reduction.window.closed:
             return None
         self._close()
@@ -214,7 +222,6 @@ class Engine:
             self._reduction.close()
         for bucket in self._reduction.buckets:
             bucket.take_edits()
-        self._owned.show_cut()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -291,30 +298,13 @@ class Engine:
         self._unit_hooks = UnitHooks(gathers)
         self._reduction.filled = gathers.gradients_came
         self._reduction.backward_ended = gathers.backward_ended
-        self.module.compile = self._refuse_compile  # type: ignore[method-assign]
+        refuse_whole(self.module, self._buckets)
         self.module.register_forward_pre_hook(self._refuse_changes, prepend=True)
-        self.module.register_state_dict_pre_hook(self._refuse_state_dict)  # type: ignore[no-untyped-call]
-        self.module.register_load_state_dict_pre_hook(self._refuse_load)  # type: ignore[no-untyped-call]
 
     def _refuse_changes(self, *_: Any) -> None:
         # ranks that train other parameters gather other units: they would not come to the control message
         if torch.is_grad_enabled() and not in_backward():
             self._census.refuse_here(self.world.rank)
-
-    def _refuse_compile(self, *_: Any, **__: Any) -> None:
-        raise StateError("model.compile() after dplab.parallelize would take the gathers into the graph; compile the "
-                         "model's units (model.blocks[0].compile(), ...)")
-
-    def _refuse_state_dict(self, _module: nn.Module, _prefix: str, keep_vars: bool) -> None:
-        # the parameters themselves may be listed: each refuses to be read
-        if not keep_vars and not all(bucket.params.resident for bucket in self._buckets):
-            raise StateError("model.state_dict() has no values while the parameters are sharded; call "
-                             "engine.full_state_dict(), or read it inside engine.gathered()")
-
-    def _refuse_load(self, *_: Any) -> None:
-        if not all(bucket.params.resident for bucket in self._buckets):
-            raise StateError("model.load_state_dict() has nowhere to put values while the parameters are sharded; call "
-                             "it inside engine.gathered()")
 
     @contextmanager
     def _step_named(self) -> Iterator[None]:

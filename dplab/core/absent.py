@@ -35,10 +35,14 @@ def _accessors(names: Sequence[str], kind: str) -> set[Any]:
     return {getattr(getattr(torch.Tensor, name), kind) for name in names if hasattr(torch.Tensor, name)}
 
 
+# what autograd asks of an input of its graph is where its gradient goes
+_AUTOGRAD = (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward)
+
 TELLS_NO_VALUE: set[Any] = (
     (_accessors(_PROPERTIES, "__get__") - {torch.Tensor.data.__get__})  # type: ignore[attr-defined]
     | {getattr(torch.Tensor, name).__set__ for name in ("data", "grad", "requires_grad")}
-    | {getattr(torch.Tensor, name) for name in _METHODS if hasattr(torch.Tensor, name)} | set(_FUNCTIONS))
+    | {getattr(torch.Tensor, name) for name in _METHODS if hasattr(torch.Tensor, name)} | set(_FUNCTIONS)
+    | set(_AUTOGRAD))
 """Functions whose result does not depend on the tensor's values."""
 CASTS = {getattr(torch.Tensor, name) for name in _CASTS}
 """Functions that return the tensor itself where there is nothing to do, and are harmless then."""
@@ -98,4 +102,5 @@ class CutGradient(_Absent, torch.Tensor):  # type: ignore[misc]
         """The refusal."""
         return (f"the averaged gradient of parameter {self._name!r} is not on its .grad under this strategy (it is cut "
                 f"over the ranks, or kept in another dtype); read it with engine.full_grad({self._name!r}), and clip "
-                f"with engine.clip_grad_norm_(...) or Strategy(clip_grad_norm=...)")
+                f"with engine.clip_grad_norm_(...) or Strategy(clip_grad_norm=...) (with a GradScaler: drop it and "
+                f"choose a precision in the strategy)")

@@ -83,9 +83,13 @@ class Bucket:
         assert self.grads is not None
         parameter = self.parameters[slot]
         grad = parameter.grad
-        assert grad is not None
         self._be_open()
         view = self.grads.views[slot]
+        self.missing.discard(slot)
+        if not self.missing:
+            self.filled_at = now()
+        if grad is None:
+            return not self.missing  # its function had none to give
         if grad.layout is not torch.strided:
             grad = grad.to_dense()  # rows that were not looked up are zero
         if view.dtype != grad.dtype:
@@ -96,9 +100,6 @@ class Bucket:
             parameter.grad = view
         self.filled.add(slot)
         self.touched[slot] = True
-        self.missing.discard(slot)
-        if not self.missing:
-            self.filled_at = now()
         return not self.missing
 
     def reduce(self) -> Pending:
@@ -106,10 +107,12 @@ class Bucket:
         assert self.grads is not None
         self._be_open()
         for slot, view in enumerate(self.grads.views):
+            shown, grad = view.dtype == self.dtypes.param, self.parameters[slot].grad
             # a gradient that the user has set to None since counts as none
-            shown = view.dtype == self.dtypes.param
-            if slot not in self.filled or (shown and self.parameters[slot].grad is not view):
+            if slot not in self.filled or (shown and grad is None):
                 view.zero_()
+            elif shown and grad is not None and grad is not view:
+                view.copy_(grad.detach())
         self.launched = True
         return self.grads.reduce(self.index, self.filled_at if not self.missing else now())
 
@@ -154,7 +157,8 @@ class Bucket:
         for slot, parameter in enumerate(self.parameters):
             grad = parameter.grad
             if grad is None:
-                self.moved[slot] = False
+                if self.moved[slot]:
+                    self._forget(slot)
             elif grad is not shown[slot]:
                 if not self.grads.shows_owned:
                     raise StateError(f"the .grad of parameter {self.names[slot]!r} was assigned after backward; under "
@@ -163,6 +167,21 @@ class Bucket:
                 shown[slot].copy_(grad)
                 parameter.grad = shown[slot]
                 self.moved[slot] = True
+
+    def refuse_assigned(self) -> None:
+        """In a window without a backward: a gradient that somebody has put on a parameter would not be reduced."""
+        for name, parameter in zip(self.names, self.parameters, strict=True):
+            if parameter.grad is not None:
+                raise StateError(f"the .grad of parameter {name!r} was assigned without a backward; gradients are "
+                                 f"reduced when backward brings them: use loss.backward() or engine.backward(loss), "
+                                 f"and parameter.register_hook to change them")
+
+    def _forget(self, slot: int) -> None:
+        """The slot's averaged gradient counts as none."""
+        assert self.grads is not None
+        self.moved[slot] = self.touched[slot] = False
+        start, stop = self.layout.owned(self.layout.slots[slot], self.mesh.shard.rank)
+        self.grads.owned[start:stop].zero_()
 
     @cached_property
     def _cut(self) -> list[CutGradient]:

@@ -1,9 +1,9 @@
 """The one control message of a window: what every rank must know before any of them moves a weight.
 
 A uint8 vector reduced with MAX over the world, so that one "yes" is enough: flags, one byte a slot for
-"a gradient came here", one a buffer for "it has changed", and checksums of all collectives issued so far and
-of which parameters are trained, each as itself and as its complement (both maxima fit together only if all
-ranks have the same one).
+"a gradient came here", one a buffer for "it has changed", and checksums of all collectives issued so far, of
+which parameters are trained and of the optimizer's options, each as itself and as its complement (both maxima
+fit together only if all ranks have the same one).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from dplab.core.bucket import Bucket
 from dplab.core.buffers import Buffers
 from dplab.core.census import Census
+from dplab.core.optim import OwnedOptimizer
 from dplab.errors import StateError, WireError
 from dplab.wire.collectives import Collectives, Pending
 
@@ -38,6 +39,7 @@ class Model:
 
     census: Census
     buffers: Buffers
+    optimizer: OwnedOptimizer
 
 
 @dataclass
@@ -61,7 +63,8 @@ class Control:
         touched = [touched for bucket in buckets for touched in bucket.touched]
         flags = {**flags, "changed": bool(model.census.changes()), "wrote": model.census.wrote()}
         values = [*(flags[name] for name in cls.FLAGS), *_twice(world.counters.digest.to_bytes(4, "little")),
-                  *_twice(zlib.crc32(model.census.trained()).to_bytes(4, "little")), *count, *touched,
+                  *_twice(zlib.crc32(model.census.trained()).to_bytes(4, "little")),
+                  *_twice(zlib.crc32(repr(model.optimizer.options()).encode()).to_bytes(4, "little")), *count, *touched,
                   *model.buffers.said()]
         message = torch.tensor(values, dtype=torch.uint8).to(buckets[0].device)
         return cls(message, world.all_reduce(message, op="max", purpose="control"), buckets, world, backwards, model)
@@ -71,7 +74,7 @@ class Control:
         self.pending.wait()
         values = iter(self.message.tolist())
         changed, wrote, stop, overflow, weighted, unweighted = (bool(next(values)) for _ in self.FLAGS)
-        digest, trained, count = ([next(values) for _ in range(8)] for _ in range(3))
+        digest, trained, options, count = ([next(values) for _ in range(8)] for _ in range(4))
         # what all ranks have read is the same, so all of them go on to the same refusal
         if changed:
             self.model.census.refuse(self.world)
@@ -79,6 +82,8 @@ class Control:
             self.model.census.refuse_uneven_writes(self.world)
         if not _agreed(trained):
             self.model.census.refuse_disagreement(self.world)
+        if not _agreed(options):
+            _refuse_options(self.world, self.model.optimizer)
         if not _agreed(digest):
             _refuse_difference(self.world)
         self.world.counters.issued.clear()
@@ -104,6 +109,20 @@ def _refuse_difference(world: Collectives) -> None:
                             f"the same units in the same order (under zero3 a branch belongs inside a unit)")
     raise WireError(f"the ranks issued {[len(calls) for calls in every]} collectives in this window; every rank must "
                     f"run the same units in the same order (under zero3 a branch belongs inside a unit)")
+
+
+def _refuse_options(world: Collectives, optimizer: OwnedOptimizer) -> None:
+    """Names the first option of the optimizer that the ranks do not share; collective."""
+    every = world.gather_objects(optimizer.options())
+    for place, groups in enumerate(zip(*every, strict=False)):
+        for name in groups[0]:
+            said = [group.get(name, "nothing") for group in groups]
+            if len(set(said)) > 1:
+                raise StateError(f"option {name!r} of the optimizer's group {place} is {', '.join(said)} on ranks 0 to "
+                                 f"{world.size - 1}; give a scheduler the same on every rank (a loss that all of them "
+                                 f"share, not a rank's own)")
+    raise StateError(f"the optimizer has {[len(groups) for groups in every]} groups on ranks 0 to "
+                     f"{world.size - 1}; add them on every rank")
 
 
 def _twice(data: bytes) -> list[int]:

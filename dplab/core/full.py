@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -11,7 +12,6 @@ from torch import nn
 from dplab.core import build
 from dplab.core.bucket import Bucket
 from dplab.core.gathers import Gathers
-from dplab.core.params import checksum
 from dplab.errors import StateError, UsageError
 from dplab.wire.world import Mesh
 
@@ -64,16 +64,31 @@ class Full:
         if self.writable:
             raise StateError("engine.gathered() was entered inside engine.gathered(); the parameters are there already")
         with self.read():
+            before = self._digests()
             self.writable = True
             try:
                 yield
             finally:
                 self.writable = False
-                for bucket in self.buckets:
-                    for parameter in bucket.parameters:
-                        build.broadcast(parameter.detach(), self.mesh)
-                    torch.autograd.graph.increment_version(bucket.parameters)
-                    bucket.params.take_back()
+                self._spread(before)
+
+    def _spread(self, before: list[int]) -> None:
+        """What any rank has written becomes rank 0's; what nobody has, a backward under way may still need."""
+        changed = torch.tensor([now != then for now, then in zip(self._digests(), before, strict=True)],
+                               dtype=torch.uint8, device=self.buckets[0].device)
+        self.mesh.world.all_reduce(changed, op="max", purpose="init").wait()
+        flags = iter(changed.tolist())
+        for bucket in self.buckets:
+            written = [parameter for parameter in bucket.parameters if next(flags)]
+            for parameter in written:
+                build.broadcast(parameter.detach(), self.mesh)
+            if written:
+                torch.autograd.graph.increment_version(written)
+                bucket.params.take_back()
+            bucket.params.settle()
+
+    def _digests(self) -> list[int]:
+        return [_digest(parameter) for bucket in self.buckets for parameter in bucket.parameters]
 
     def refuse_inside(self, what: str) -> None:
         """Raises StateError for what would move the weights while somebody may be writing to them."""
@@ -105,10 +120,14 @@ class Full:
     def check_agreement(self) -> None:
         """Raises StateError, naming parameter and ranks, where copies of a parameter differ between ranks."""
         with self.read():
-            mine = {name: checksum(p) for name, p in self.model.named_parameters()}
+            mine = {name: _digest(p) for name, p in self.model.named_parameters()}
         every = self.mesh.world.gather_objects(mine)
         for name in mine:
             odd = [rank for rank, theirs in enumerate(every) if theirs[name] != every[0][name]]
             if odd:
                 raise StateError(f"parameter {name!r} differs between rank 0 and ranks {odd}; something wrote to it "
                                  f"outside engine.gathered()")
+
+
+def _digest(tensor: torch.Tensor) -> int:
+    return zlib.crc32(tensor.detach().contiguous().view(-1).view(torch.uint8).cpu().clone().numpy().tobytes())

@@ -43,6 +43,8 @@ class GatheredUnit:
         self.name = unit.name or type(unit.module).__name__
         self.state = UnitState.SHARDED
         self.depth = 0
+        self.was_there = False
+        """Its values could be read before the outermost of its modules was entered: a graph may count on them."""
         self._issued = 0
 
     def issue(self) -> None:
@@ -58,6 +60,7 @@ class GatheredUnit:
         if self.state is UnitState.GATHERING:
             for bucket in self.buckets:
                 bucket.params.unshard(bucket.index).wait()
+                bucket.params.reveal()
             self.state = UnitState.UNSHARDED
             self.recorder.span("unshard", self.name, self._issued, now(), bytes=self._bytes())
 
@@ -101,7 +104,7 @@ class Gathers:
     def left(self, unit: GatheredUnit) -> None:
         """The outermost module of the unit has returned."""
         keeps = unit.unit.is_root or not self.reshards
-        if not in_backward() and not (keeps and torch.is_grad_enabled()):
+        if not in_backward() and not (keeps and (torch.is_grad_enabled() or unit.was_there)):
             self._free(unit)
 
     def gradients_came(self, bucket: Bucket) -> None:
@@ -127,6 +130,7 @@ class Gathers:
         if self.pinned:
             yield
             return
+        before = [unit for unit in self.units if unit.state is UnitState.UNSHARDED]
         for unit in self.units:
             unit.issue()
             unit.complete()
@@ -135,7 +139,9 @@ class Gathers:
             yield
         finally:
             self.pinned = False
-            self.release()
+            for unit in self.units:
+                if unit not in before:
+                    unit.reshard()
 
     def _free(self, unit: GatheredUnit) -> None:
         if not self.pinned:
@@ -160,6 +166,11 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def in_transform() -> bool:
+    """True inside vmap, grad or another transform of torch.func."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
 class UnitHooks:
     """Module hooks that gather a unit before any of its modules runs and let go of it afterwards.
 
@@ -171,6 +182,7 @@ class UnitHooks:
     def __init__(self, gathers: Gathers) -> None:
         self.gathers = gathers
         self.handles: list[Any] = []
+        self._under_way: list[tuple[GatheredUnit, list[Any]]] = []
         for unit in gathers.units:
             members = {id(parameter) for _, parameter in unit.unit.parameters}
             for module in unit.unit.module.modules():
@@ -182,6 +194,11 @@ class UnitHooks:
         entered: list[Any] = []
 
         def enter(_module: nn.Module, _args: Any) -> None:
+            if in_transform():
+                raise StateError(f"unit {unit.name!r} was run inside a transform of torch.func (vmap, grad), which "
+                                 f"cannot follow weights that are gathered on the way; use 'ddp', 'zero1' or 'zero2'")
+            if unit.depth == 0:
+                unit.was_there = unit.state is UnitState.UNSHARDED
             self.gathers.need(unit)
             unit.depth += 1
             # inside a checkpoint too, even where the unit was entered around it: the recomputation enters it there,
@@ -189,18 +206,29 @@ class UnitHooks:
             context = nullcontext() if saved.innermost(self._take) else saved.hooks(self._take)
             context.__enter__()
             entered.append(context)
+            self._under_way.append((unit, entered))
 
         def leave(_module: nn.Module, _args: Any, output: Any) -> None:
             if not entered:
                 return  # a hook before ours has raised
             entered.pop().__exit__(None, None, None)
+            self._under_way.pop()
             unit.depth -= 1
             if unit.depth == 0:
                 self._refuse_weights(unit, output)
                 self.gathers.left(unit)
 
-        self.handles.append(module.register_forward_pre_hook(enter))
+        # before the user's own hooks, which may compute weights from others (weight norm, pruning)
+        self.handles.append(module.register_forward_pre_hook(enter, prepend=True))
         self.handles.append(module.register_forward_hook(leave, always_call=True))
+
+    def abandon(self) -> None:
+        """The modules under way were interrupted, and will not be left."""
+        while self._under_way:
+            unit, entered = self._under_way.pop()
+            entered.pop().__exit__(None, None, None)
+            unit.depth = 0
+        self.gathers.release()
 
     def _refuse_weights(self, unit: GatheredUnit, output: Any) -> None:
         """What a unit returns outlives its weights, so it cannot be a view of one."""

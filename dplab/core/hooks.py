@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -14,7 +15,8 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from dplab.core import precision
-from dplab.core.gathers import in_backward
+from dplab.core.bucket import Bucket
+from dplab.core.gathers import UnitHooks, in_backward, in_transform
 from dplab.core.ledger import Ledger
 from dplab.core.reduction import Reduction
 from dplab.errors import StateError
@@ -34,10 +36,12 @@ def hook_parameters(reduction: Reduction) -> None:
 
         def after(_parameter: nn.Parameter) -> None:
             if (call := came()) is not None:
-                call(place, slot)
+                # hooks registered since run after ours, and may change the gradient
+                call(place, slot, more=len(parameter._post_accumulate_grad_hooks or ()) > ours)
 
         parameter.register_hook(before)  # type: ignore[no-untyped-call]
         parameter.register_post_accumulate_grad_hook(after)  # type: ignore[no-untyped-call]
+        ours = len(parameter._post_accumulate_grad_hooks or ())
 
     for place, bucket in enumerate(reduction.buckets):
         for slot, parameter in enumerate(bucket.parameters):
@@ -53,6 +57,31 @@ def refuse_copies(model: nn.Module) -> None:
     model.__deepcopy__ = model.__reduce_ex__ = refuse  # type: ignore[assignment, method-assign]
 
 
+def refuse_whole(model: nn.Module, buckets: Sequence[Bucket]) -> None:
+    """What needs every weight at once is told so while they are sharded."""
+    def away() -> bool:
+        return not all(bucket.params.resident for bucket in buckets)
+
+    def state_dict(_module: nn.Module, _prefix: str, keep_vars: bool) -> None:
+        # the parameters themselves may be listed: each refuses to be read
+        if not keep_vars and away():
+            raise StateError("model.state_dict() has no values while the parameters are sharded; call "
+                             "engine.full_state_dict(), or read it inside engine.gathered()")
+
+    def load_state_dict(*_: Any) -> None:
+        if away():
+            raise StateError("model.load_state_dict() has nowhere to put values while the parameters are sharded; call "
+                             "it inside engine.gathered()")
+
+    def compiled(*_: Any, **__: Any) -> None:
+        raise StateError("model.compile() after dplab.parallelize would take the gathers into the graph; compile the "
+                         "model's units (model.blocks[0].compile(), ...)")
+
+    model.register_state_dict_pre_hook(state_dict)  # type: ignore[no-untyped-call]
+    model.register_load_state_dict_pre_hook(load_state_dict)  # type: ignore[no-untyped-call]
+    model.compile = compiled  # type: ignore[method-assign]
+
+
 class ForwardHooks:
     """Around every forward of the model: its span, its dtypes, and once what autograd saves in it."""
 
@@ -64,12 +93,20 @@ class ForwardHooks:
         model.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)
         model.register_forward_hook(self._leave, always_call=True)
 
+    def abandon(self, units: UnitHooks | None) -> None:
+        """The forwards under way were interrupted: nothing of them stays switched on."""
+        if units is not None:
+            units.abandon()
+        while self._under_way:
+            self._under_way.pop()[1].close()
+
     def _enter(self, model: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         if not in_backward():
             self.reduction.abandon()  # a plain loss.backward() before may have raised
         around = ExitStack()
         around.enter_context(precision.autocast(self.chosen, self.device))
-        if not self._measured and torch.is_grad_enabled() and model.training and not in_backward():
+        if (not self._measured and torch.is_grad_enabled() and model.training and not in_backward()
+                and not in_transform()):
             self._measured = True
             around.enter_context(self.ledger.measuring())
         self._under_way.append((now(), around))

@@ -12,7 +12,16 @@ from collections.abc import Sequence
 import torch
 
 from dplab.core.bucket import Bucket
+from dplab.errors import UsageError
 from dplab.wire.world import Mesh
+
+
+def check(max_norm: float, norm_type: float) -> None:
+    """Raises UsageError for what is no bound or no norm."""
+    if not isinstance(max_norm, int | float) or not max_norm >= 0:
+        raise UsageError(f"clip_grad_norm_(max_norm={max_norm!r}) is not allowed; it is a number >= 0")
+    if not isinstance(norm_type, int | float) or not norm_type > 0:
+        raise UsageError(f"clip_grad_norm_(norm_type={norm_type!r}) is not allowed; it is a number > 0, or inf")
 
 
 def global_norm(buckets: Sequence[Bucket], mesh: Mesh, norm_type: float) -> torch.Tensor:

@@ -12,15 +12,19 @@ from __future__ import annotations
 
 import copy
 import types
-from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from dplab.core import absent
 from dplab.core.bucket import Bucket
+from dplab.core.element_wise import fresh_state, is_element_wise
 from dplab.errors import StateError, UsageError
 
 OptimizerLike = torch.optim.Optimizer | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -28,13 +32,45 @@ OptimizerLike = torch.optim.Optimizer | Callable[[Iterable[nn.Parameter]], torch
 
 @dataclass
 class Run:
-    """Elements [start, stop) of a bucket's owned shard, holding `slots`; `parameter` is what the optimizer sees."""
+    """Elements [start, stop) of a bucket's owned shard, holding `slots`; `parameter` is what the optimizer sees.
+
+    Outside the optimizer's step it refuses to be read: a user who clips, clamps or averages what stands in
+    param_groups would do so to this rank's piece.
+    """
 
     bucket: Bucket
     start: int
     stop: int
     slots: tuple[int, ...]
     parameter: nn.Parameter
+
+    def __post_init__(self) -> None:
+        absent.mark(self.parameter, partial(_piece, self.bucket.names[self.slots[0]], self.bucket.mesh.world.rank))
+        self.close()
+
+    def open(self, grad: torch.Tensor | None) -> None:
+        """The optimizer may step it."""
+        self.parameter.__class__ = nn.Parameter
+        self.parameter.grad = grad
+
+    def close(self) -> None:
+        """It refuses to be read, and so does its gradient from the end of a window on."""
+        self.parameter.grad = None
+        self.parameter.__class__ = absent.absent(nn.Parameter)
+
+    def show_cut(self) -> None:
+        """The window has closed: there is a gradient, which is not to be read here."""
+        self.parameter.grad = self._cut
+
+    @cached_property
+    def _cut(self) -> absent.CutGradient:
+        return absent.CutGradient.of(self.bucket.names[self.slots[0]], self.parameter)
+
+
+
+def _piece(name: str, rank: int) -> str:
+    return (f"what stands in the optimizer's param_groups is what rank {rank} steps, laid flat ({name!r} and what "
+            f"follows it); read or write weights inside engine.gathered(), and clip with engine.clip_grad_norm_(...)")
 
 
 def make(optimizer: OptimizerLike, model: nn.Module) -> torch.optim.Optimizer:
@@ -83,7 +119,7 @@ class OwnedOptimizer:
             for run in self.runs[-1]:
                 first = run.bucket.parameters[run.slots[0]]
                 if first in early:
-                    optimizer.state[run.parameter] = _fresh_state(early[first], first, run.parameter)
+                    optimizer.state[run.parameter] = fresh_state(early[first], first, run.parameter)
         # a GradScaler would otherwise fail for want of gradients before it comes to the refusal
         optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
         optimizer.step = types.MethodType(_refuse_step, optimizer)  # type: ignore[method-assign]
@@ -124,13 +160,45 @@ class OwnedOptimizer:
                 grad = run.bucket.grads.owned[run.start:run.stop].to(run.parameter.dtype)
                 if run.bucket.divisor != 1.0:
                     grad = grad / run.bucket.divisor
-                run.parameter.grad = grad.view(run.parameter.shape) if moved else None
+                run.open(grad.view(run.parameter.shape) if moved else None)
         # a scheduler watches for this mark, which its own wrapper around step would have set
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
-        type(self.optimizer).step(self.optimizer)
+        with self._without_hooks():
+            type(self.optimizer).step(self.optimizer)
+        self.close()
+
+    def close(self) -> None:
+        """The window is over: no gradient anywhere."""
         for runs in self.runs:
             for run in runs:
-                run.parameter.grad = None
+                run.close()
+
+    def show_cut(self) -> None:
+        """The window has closed: gradients in param_groups are there, and refuse to be read."""
+        for runs in self.runs:
+            for run in runs:
+                run.show_cut()
+
+    def options(self) -> list[dict[str, str]]:
+        """Every group's options as text, by name."""
+        return [{name: repr(float(value)) if isinstance(value, torch.Tensor) and value.numel() == 1 else repr(value)
+                 for name, value in group.items() if name != "params"} for group in self.optimizer.param_groups]
+
+    def run_hooks(self, *, before: bool) -> None:
+        """The user's own step hooks: before anything is opened, and after the weights are everybody's."""
+        hooks = self.optimizer._optimizer_step_pre_hooks if before else self.optimizer._optimizer_step_post_hooks
+        for hook in list(hooks.values()):
+            hook(self.optimizer, (self.optimizer,), {})
+
+    @contextmanager
+    def _without_hooks(self) -> Iterator[None]:
+        mine = self.optimizer
+        kept = mine._optimizer_step_pre_hooks, mine._optimizer_step_post_hooks
+        mine._optimizer_step_pre_hooks, mine._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+        try:
+            yield
+        finally:
+            mine._optimizer_step_pre_hooks, mine._optimizer_step_post_hooks = kept
 
     @property
     def state_bytes(self) -> int:
@@ -152,8 +220,9 @@ class OwnedOptimizer:
         """What this rank owns of `parameters`, those that are trained."""
         mine = [parameter for parameter in parameters if parameter in self._place]
         self._grouped |= set(mine)
-        places = sorted((self._place[p] for p in mine), key=lambda at: (at[0].index, at[1]))
-        return _merged(places) if self.element_wise else _whole_slots(places)
+        if not self.element_wise:
+            return _whole_slots([self._place[parameter] for parameter in mine])  # in the user's order
+        return _merged(sorted((self._place[p] for p in mine), key=lambda at: (at[0].index, at[1])))
 
     def _split(self, run: Run, fate: Callable[[Bucket, int], Hashable]) -> list[Run]:
         """Cuts a run where its slots' fates differ; every piece takes its part of the state along."""
@@ -175,16 +244,6 @@ class OwnedOptimizer:
                     key: _part(value, part, run.parameter) for key, value in state.items()}
             pieces.append(piece)
         return pieces
-
-
-def _fresh_state(state: dict[str, Any], of: torch.Tensor, like: torch.Tensor) -> dict[str, Any]:
-    """State of a parameter that has never stepped, and so is the same all over, for another one."""
-    def spread(key: str, value: Any) -> Any:
-        # a 0-dim parameter's moments have the shape of its step counter
-        along = isinstance(value, torch.Tensor) and value.shape == of.shape and key != "step"
-        return torch.full_like(like, value.flatten()[0].item()) if along and value.numel() else _own(value)
-
-    return {key: spread(key, value) for key, value in state.items()}
 
 
 def _part(value: Any, part: slice, along: torch.Tensor) -> Any:
@@ -219,76 +278,9 @@ def _whole_slots(places: Sequence[tuple[Bucket, int]]) -> list[Run]:
     runs = []
     for bucket, slot in places:
         at = bucket.layout.slots[slot]
-        run = _run(bucket, at.start, at.stop, [slot])
-        run.parameter = nn.Parameter(bucket.params.stepped[at.start:at.stop].view(at.shape))
-        runs.append(run)
+        whole = bucket.params.stepped[at.start:at.stop].view(at.shape)
+        runs.append(Run(bucket, at.start, at.stop, (slot,), nn.Parameter(whole)))
     return runs
-
-
-def is_element_wise(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
-    """Whether cutting a group's parameters leaves the result the same: a small matrix is stepped both ways.
-
-    Each piece has an optimizer of its own, as each rank has: what looks at several parameters at once (a norm
-    over all gradients) shows too. Raises UsageError for an optimizer that cannot be stepped without a closure,
-    and for one that does not step the parameters of its param_groups.
-    """
-    name = type(optimizer).__name__
-    try:
-        whole = _probe(optimizer, group, [(0, 512)], cut=False)
-    except TypeError as error:
-        raise UsageError(f"optimizer {name} cannot step without a closure, and engine.step() has none to give "
-                         f"({error}); use another optimizer") from error
-    except RuntimeError as error:
-        raise UsageError(f"optimizer {name} cannot step a dense gradient ({error}), and gradients are dense here, "
-                         f"those of sparse embeddings too; use another optimizer") from error
-    if torch.equal(whole, _ramp(whole.device)):
-        raise UsageError(f"optimizer {name} does not move the parameters that stand in its param_groups when its "
-                         f"step() is called (it may keep a list of its own); use one that steps param_groups")
-    try:
-        cut = _probe(optimizer, group, [(0, 128), (128, 384), (384, 512)], cut=True)
-    except (RuntimeError, ValueError, TypeError, AssertionError, IndexError):
-        return False  # it needs the matrix
-    return torch.allclose(whole, cut, rtol=1e-12, atol=1e-12)
-
-
-def _ramp(device: torch.device) -> torch.Tensor:
-    # float64: what may differ is the rule, not the rounding of another vector width
-    return torch.linspace(-1.0, 1.0, 512, dtype=torch.float64, device=device).view(16, 32)
-
-
-def _probe(optimizer: torch.optim.Optimizer, group: dict[str, Any], cuts: Sequence[tuple[int, int]], *,
-           cut: bool) -> torch.Tensor:
-    """The matrix after three steps with the group's options: whole, or its flat pieces by an optimizer each."""
-    device = group["params"][0].device if group["params"] else torch.device("cpu")
-    ramp = _ramp(device)
-    matrix = ramp.clone()
-    for start, stop in cuts:
-        parameter = nn.Parameter(matrix.view(-1)[start:stop] if cut else matrix)
-        trial = _trial(optimizer, group, parameter)
-        for turn in range(1, 4):
-            slope = torch.cos(ramp * 7 * turn)
-            parameter.grad = slope.view(-1)[start:stop].clone() if cut else slope
-            type(optimizer).step(trial)
-    return matrix
-
-
-def _trial(optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: nn.Parameter) -> torch.optim.Optimizer:
-    """A copy of the optimizer, with the group's options, for one parameter."""
-    trial = copy.copy(optimizer)
-    trial.__dict__ = {**optimizer.__dict__, "state": defaultdict(dict)}
-    options = {key: _own(value) for key, value in group.items() if key != "params"}
-    if "lr" in options and not float(options["lr"]):
-        # a warm-up starts at 0, where nothing would move
-        options["lr"] = options["lr"] + 1e-3
-    trial.param_groups = [{**options, "params": [parameter]}]
-    for first in group["params"][:1]:
-        if first in optimizer.state:
-            trial.state |= {parameter: _fresh_state(optimizer.state[first], first, parameter)}
-    return trial
-
-
-def _own(value: Any) -> Any:
-    return value.clone() if isinstance(value, torch.Tensor) else copy.copy(value)
 
 
 def _refuse_step(self: torch.optim.Optimizer, *_args: Any, **_kwargs: Any) -> None:

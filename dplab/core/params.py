@@ -100,6 +100,9 @@ class Resident(_Stepped):
     def unshard(self, bucket: int) -> Pending:
         return DONE
 
+    def reveal(self) -> None:
+        pass
+
     def reshard(self) -> None:
         pass
 
@@ -179,7 +182,7 @@ class Sharded(_Stepped):
         return DONE
 
     def unshard(self, bucket: int) -> Pending:
-        """Issues the all-gather; the parameters show the values at once and hold them once it is waited for."""
+        """Issues the all-gather; the parameters can be read once it is waited for and `reveal()` is called."""
         if not self.resident:
             # every write below goes to the flat buffer, whose version counter is not the parameters': autograd
             # rightly takes the refilled values for the ones it saved
@@ -189,13 +192,18 @@ class Sharded(_Stepped):
             self._pending = self.axis.all_gather(self.full, self.owned, bucket=bucket)
         return self._pending or DONE
 
+    def reveal(self) -> None:
+        """The values have come: the parameters may be read."""
+        for parameter, (present, _) in zip(self.parameters, self._classes, strict=True):
+            parameter.__class__ = present
+
     def reshard(self) -> None:
         if self.resident:
             if self._pending is not None:
                 self._pending.wait()
                 self._pending = None
             if touched := self._touched():
-                self._wrote |= {self.layout.slots[slot].name: checksum(self.parameters[slot]) for slot in touched}
+                self._wrote |= {self.layout.slots[slot].name: checksum(self._views[slot]) for slot in touched}
                 self.take_back()
             self._refuse_replaced(self._views)
             self._hide()
@@ -215,21 +223,21 @@ class Sharded(_Stepped):
     def written(self) -> dict[str, int]:
         """Parameters that somebody wrote to while they were gathered, with a checksum of their values."""
         if self.resident and (touched := self._touched()):
-            self._wrote |= {self.layout.slots[slot].name: checksum(self.parameters[slot]) for slot in touched}
+            self._wrote |= {self.layout.slots[slot].name: checksum(self._views[slot]) for slot in touched}
             self.take_back()
         found, self._wrote = self._wrote, {}
         return found
 
     def _show(self) -> None:
-        """The parameters become views of the full buffer."""
-        for parameter, (present, _) in zip(self.parameters, self._classes, strict=True):
-            parameter.__class__ = present
+        """The parameters become views of the full buffer, which still refuse to be read."""
+        self.reveal()
         self._refuse_replaced(self._absent)
         for slot in self._touched():
             raise StateError(f"parameter {self.layout.slots[slot].name!r} was written to while only its share was on "
                              f"rank {self.axis.rank}; write to it inside engine.gathered()")
-        for parameter, view in zip(self.parameters, self._views, strict=True):
+        for parameter, view, (_, away) in zip(self.parameters, self._views, self._classes, strict=True):
             parameter.data = view
+            parameter.__class__ = away
 
     def _hide(self) -> None:
         """The parameters refuse to be read, and the memory of their full values is given back."""
@@ -237,8 +245,10 @@ class Sharded(_Stepped):
             parameter.data = nothing
             parameter.__class__ = away
         self.resident = False
-        if not self.full.untyped_storage().resizable():
-            # somebody looked at it through numpy, which pins it: it is theirs now, ours is a new one
+        storage = self.full.untyped_storage()
+        if not storage.resizable() or torch._C._storage_Use_Count(storage._cdata) > len(self._views) + _OURS:
+            # somebody holds it (a state_dict taken inside gathered(), a graph of which no hook knew, numpy, which
+            # pins it): it is theirs now, ours is a new one
             self.full = torch.empty_like(self.full)
             self._views = _cut(self.full, self.layout)
         self.full.untyped_storage().resize_(0)
@@ -253,6 +263,8 @@ class Sharded(_Stepped):
 Params = Resident | Sharded
 
 
+_OURS = 2
+"""Who holds a full storage besides its views: the full tensor, and the handle that is being looked at."""
 REPLACED = "was given other memory after the model was wrapped (by model.to(...), model.float() or `.data = ...`)"
 
 

@@ -84,8 +84,11 @@ class Reduction:
             bucket.expect()
         self.recorder.phase("backward")
 
-    def came(self, place: int, slot: int) -> None:
-        """A gradient has come to a slot of the bucket at `place`; launches what is ready."""
+    def came(self, place: int, slot: int, *, more: bool = False) -> None:
+        """A gradient has come to a slot of the bucket at `place`; launches what is ready.
+
+        `more`: hooks of the user's on this gradient are still to run, so its bucket waits for the next one's.
+        """
         bucket = self.buckets[place]
         if self.scaler is not None and not self._open:
             raise StateError("loss.backward() was called under a precision that scales the loss; call "
@@ -95,6 +98,7 @@ class Reduction:
         if task != self._task:
             self._task = task
             torch.autograd.Variable._execution_engine.queue_callback(self._task_ended)
+        self._launch_filled()
         if bucket.launched:
             raise StateError(f"parameter {bucket.names[slot]!r} got a gradient again after its bucket was reduced in "
                              f"this backward (a re-entrant checkpoint around shared weights does that); "
@@ -103,8 +107,8 @@ class Reduction:
             pending.look()
         if bucket.accumulate(slot):
             self.filled(bucket)
-            while self._reducing and self._next < len(self.buckets) and not self.buckets[self._next].missing:
-                self._launch()
+            if not more:
+                self._launch_filled()
 
     def end(self) -> None:
         """The backward has ended; safe to call again."""
@@ -133,6 +137,9 @@ class Reduction:
         """
         if self.window.closed:
             return
+        if not self.window.backwards:
+            for bucket in self.buckets:
+                bucket.refuse_assigned()
         if self.window.unreduced:
             self._launch_rest()
         flags = {"weighted": self.window.weighted, "unweighted": self.window.unweighted,
@@ -150,12 +157,14 @@ class Reduction:
         self.window.divisor = self._divisor(told)
         for bucket in self.buckets:
             bucket.close(self.window.divisor)
+        self.model.optimizer.show_cut()
         self.window.closed = True
 
     def reopen(self) -> None:
         """More backwards come to a closed window: its averages become sums again."""
         if self.window.closed:
             for bucket in self.buckets:
+                bucket.take_edits()
                 bucket.reopen(self.window.divisor)
             self.window.closed, self.window.unreduced, self._next = False, True, 0
 
@@ -208,6 +217,10 @@ class Reduction:
         raise StateError(f"gradients are not finite at the smallest loss scale ({self.scaler.scale}), first on "
                          f"{'; '.join(found) or 'the sum over ranks'}; look at the loss and the inputs there, or lower "
                          f"the learning rate")
+
+    def _launch_filled(self) -> None:
+        while self._reducing and self._next < len(self.buckets) and not self.buckets[self._next].missing:
+            self._launch()
 
     def _launch(self) -> None:
         bucket = self.buckets[self._next]

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import dplab
-from dplab.core.optim import is_element_wise
+from dplab.core.element_wise import is_element_wise
 from dplab.errors import StateError, UsageError
 from tests import worlds
 from tests.worlds import STRATEGIES, in_threads
