@@ -146,8 +146,8 @@ class Machine:
             lines.append(f"{backend:12}all-reduce {curves['all_reduce'][0][1] * 1e6:,.0f} us at the least, "
                          f"{size[0] / size[1] / 1e9:.2f} GB/s at {size[0] / 1e6:.0f} MB; a hidden second costs "
                          f"compute {self.contention[backend]:.2f} s")
-        lines.append(f"spread      {self.spread:.0%} between quarters of the repetitions; load {self.load:.1f}"
-                     + (": the machine was busy, calibrate again when it is quiet" if self.busy else ""))
+        lines.append(f"spread      {self.spread:.0%} between quarters of the repetitions"
+                     + ("; the machine was busy: calibrate again when it is quiet" if self.busy else ""))
         return "\n".join(lines)
 
 

@@ -116,7 +116,7 @@ class Explorer:
         return self.picture
 
     def _box(self) -> Any:
-        wide: dict[str, Any] = {"style": {"description_width": "90px"}, "layout": {"width": "420px"}}
+        wide: dict[str, Any] = {"style": {"description_width": "110px"}, "layout": {"width": "420px"}}
         asked = self.question
         networks = sorted({*_NETWORKS, asked.network})
         self._controls: dict[str, Any] = {

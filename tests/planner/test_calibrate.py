@@ -72,6 +72,7 @@ def test_figures_come_back_from_noisy_repetitions():
     assert made.spread == pytest.approx(0)
     assert not made.busy
     assert known(load=5.0).busy
+    assert str(known(load=5.0)).endswith("the machine was busy: calibrate again when it is quiet")
 
 
 def test_what_a_hidden_collective_costs_is_between_nothing_and_all_of_it():
