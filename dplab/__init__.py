@@ -1,5 +1,22 @@
 """dplab: an interactive lab for data-parallel training.
 
+In the program that every rank runs (torchrun, Slurm, or dplab.launch starts it):
+
+    world = dplab.init()
+    engine = dplab.parallelize(model, lambda params: torch.optim.AdamW(params, lr=1e-3), "zero2")
+    for x, y in dplab.loader(dataset, batch_size=8):
+        engine.backward(engine(x, y))
+        engine.step()
+
+In a notebook or any other process:
+
+    run = dplab.launch(train, world_size=2, strategy="zero2")     # returns at once
+    run.dashboard()                                               # the live board
+    run.wait()                                                    # what each rank returned
+    dplab.explain("zero2", 7.4e6, 2), dplab.estimate("llama-7b", 8, "zero3"), dplab.runs(), dplab.attach(id)
+
+Each name's own docstring tells the rest; `dplab --help` is the command line.
+
 Names are resolved on first use, so that `import dplab` costs no torch: a notebook that only reads a run,
 a planner in a web page and `dplab --help` all start at once.
 """
@@ -37,6 +54,11 @@ _HOME = {
     "DplabError": "errors",
     "CheckpointError": "errors",
     "RankFailed": "errors",
+    "RunError": "errors",
+    "RunFailed": "errors",
+    "StateError": "errors",
+    "UsageError": "errors",
+    "WireError": "errors",
 }
 """Where each public name lives, below `dplab`."""
 
@@ -49,6 +71,11 @@ if TYPE_CHECKING:  # `as` re-exports: type checkers see the public names, nothin
     from dplab.errors import CheckpointError as CheckpointError
     from dplab.errors import DplabError as DplabError
     from dplab.errors import RankFailed as RankFailed
+    from dplab.errors import RunError as RunError
+    from dplab.errors import RunFailed as RunFailed
+    from dplab.errors import StateError as StateError
+    from dplab.errors import UsageError as UsageError
+    from dplab.errors import WireError as WireError
     from dplab.launcher.launch import launch as launch
     from dplab.launcher.run import Run as Run
     from dplab.launcher.run import attach as attach

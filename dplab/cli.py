@@ -32,7 +32,7 @@ def parser() -> argparse.ArgumentParser:
     top = Parser(prog="dplab", description="An interactive lab for data-parallel training.", epilog=_EXAMPLES,
                  formatter_class=argparse.RawDescriptionHelpFormatter)
     top.add_argument("--version", action="version", version=f"dplab {__version__}")
-    verbs = top.add_subparsers(metavar="VERB", required=True, parser_class=Parser)
+    verbs = top.add_subparsers(metavar="VERB", parser_class=Parser)
     for module in (lab, train, compare, predict, runs, doctor):
         module.add(verbs)
     return top
@@ -58,7 +58,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _answer(arguments: Sequence[str] | None) -> tuple[Answer, bool]:
-    args, rest = parser().parse_known_args(arguments)
+    top = parser()
+    args, rest = top.parse_known_args(arguments)
+    if not hasattr(args, "run"):
+        if rest:
+            raise UsageError(f"unrecognized arguments: {' '.join(rest)}; see dplab --help")
+        return Answer({}, top.format_help().rstrip()), False
     if rest and not getattr(args, "passes_on", False):
         raise UsageError(f"unrecognized arguments: {' '.join(rest)}; see dplab {args.verb} --help"
                          + (" (--json stands after the verb)" if "--json" in rest else ""))

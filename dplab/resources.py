@@ -22,7 +22,7 @@ def folder(name: str) -> Path:
     return packaged
 
 
-def lay_notebooks(target: Path) -> tuple[list[Path], list[Path]]:
+def copy_notebooks(target: Path) -> tuple[list[Path], list[Path]]:
     """Copies the notebooks into `target`, never over a changed one. Returns those written and those left alone."""
     written, kept = [], []
     source = folder(NOTEBOOKS)
@@ -35,12 +35,12 @@ def lay_notebooks(target: Path) -> tuple[list[Path], list[Path]]:
                 kept.append(copy)
                 continue
             copy.parent.mkdir(parents=True, exist_ok=True)
-            # Another process may lay the same notebooks: each copy appears whole or not at all.
+            # Another process may copy the same notebooks: each copy appears whole or not at all.
             partial = copy.with_name(f".{copy.name}.{os.getpid()}")
             partial.write_bytes(path.read_bytes())
             os.replace(partial, copy)
         except OSError as error:
-            raise UsageError(f"notebooks cannot be laid into {str(target)!r} ({copy.name}: {error.strerror}); "
+            raise UsageError(f"notebooks cannot be copied into {str(target)!r} ({copy.name}: {error.strerror}); "
                              f"run dplab lab from a folder that you may write") from error
         written.append(copy)
     return written, kept

@@ -60,7 +60,6 @@ ZERO1 = SHARDINGS["zero1"] = Sharding(params=_R, grads=_R, optim=_S)
 ZERO2 = SHARDINGS["zero2"] = Sharding(params=_R, grads=_S, optim=_S)
 ZERO3 = SHARDINGS["zero3"] = Sharding(params=_S, grads=_S, optim=_S)
 
-
 DTYPE_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 """Bytes of one element of each dtype that a `Precision` can name."""
 
@@ -84,10 +83,8 @@ class Precision:
         for field in fields(self):
             value = getattr(self, field.name)
             if value is not None and value not in DTYPE_BYTES:
-                raise UsageError(
-                    f"Precision({field.name}={value!r}) is not a dtype; use one of {', '.join(DTYPE_BYTES)}, or None"
-                )
-
+                raise UsageError(f"Precision({field.name}={value!r}) is not a dtype; use one of "
+                                 f"{', '.join(DTYPE_BYTES)}, or None")
         if self.reduce not in (None, "fp32"):
             raise UsageError(f"Precision(reduce={self.reduce!r}) is not allowed; gradients are summed over ranks in "
                              f"fp32 (float64 ones in float64): leave it out")

@@ -13,6 +13,7 @@ import pytest
 from dplab import __version__
 from dplab.cli import main, parser
 from dplab.commands.base import without_nan
+from dplab.commands.lab import QUIET
 
 ROOT = Path(__file__).parent.parent
 VERBS = ("lab", "train", "compare", "estimate", "explain", "runs", "attach", "trace", "doctor", "plan", "calibrate")
@@ -39,9 +40,31 @@ def test_every_verb_has_help_with_an_example_and_json(verb, capsys):
     assert "--json" in out
 
 
+@pytest.mark.parametrize("verb", ["train", "compare"])
+def test_help_says_what_image_models_need(verb, capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main([verb, "--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert said.count("on digits") == said.count("pip install 'dplab[images]'") == 2
+
+
+def test_no_gpu_for_nccl(capsys, monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    status, out, err = said(capsys, "train", "--backend", "nccl")
+    assert (status, out) == (2, "")
+    assert err == ("dplab: --backend nccl needs one GPU a rank, and torch finds 1 GPU for 2 ranks; "
+                   "use --backend gloo, or fewer ranks\n")
+
+
 def test_help_names_every_verb():
     text = parser().format_help()
     assert all(verb in text for verb in VERBS)
+
+
+def test_without_a_verb_the_help_is_printed(capsys):
+    status, out, err = said(capsys)
+    assert (status, err) == (0, "")
+    assert out == parser().format_help().rstrip() + "\n"
 
 
 def test_estimate_prints_the_contracts_keys(capsys):
@@ -100,11 +123,11 @@ def test_explain(capsys):
     (["--json", "runs"], "unrecognized arguments: --json; see dplab runs --help (--json stands after the verb)"),
     (["runs", "extra"], "unrecognized arguments: extra; see dplab runs --help"),
     (["doctor", "--seeds", "2"], "--seeds is the number of delayed runs of a race hunt; give --races too"),
-    (["lab", "--lay-only", "here"], "lab --lay-only lays the notebooks into the current folder; leave here out"),
+    (["lab", "--copy-only", "here"], "lab --copy-only copies the notebooks into the current folder; leave here out"),
     (["calibrate", "--show", "--quick"], "--show measures nothing; leave --quick and --backend out"),
     (["calibrate", "--backend", "nccl"], "argument --backend: invalid choice: 'nccl'"),
     (["trian"], "invalid choice: 'trian'"),
-    ([], "the following arguments are required: VERB; see dplab --help"),
+    (["--fast"], "unrecognized arguments: --fast; see dplab --help"),
     (["train", "--strategy", "zero9"], "strategy 'zero9' is not known (did you mean"),
     (["train", "--strategy", "zero2+recompute"], "recompute=full is not implemented yet; leave it out"),
     (["train", "--world-size", "0"], "argument --world-size: '0' is not a whole number >= 1"),
@@ -123,7 +146,8 @@ def test_explain(capsys):
     (["train", "--data", ""], "data path '' is empty; give a file or a folder of text"),
     (["train", "--data", "~nobody-of-that-name"], "cannot be looked at"),
     (["train", "--data", "elsewhere", "--model", "mlp"], "data 'elsewhere' is not possible for an image model"),
-    (["train", "--world-size", "1e9"], "is not allowed; this machine has"),
+    (["train", "--world-size", "1e9"], "--world-size 1000000000 is not allowed; this machine has"),
+    (["train", "--backend", "nccl", "--world-size", "500"], "--world-size 500 is not allowed"),
     (["compare", "ddp", "--lr", "inf"], "argument --lr: 'inf' is not a finite number"),
     (["train", "--model", "gtp"], "model 'gtp' is not known; use one of tiny-gpt, bench-gpt, mlp, cnn"),
     (["train", "--optimizer", "muon"], "optimizer 'muon' is not known; use one of adamw, adam, sgd"),
@@ -240,10 +264,23 @@ def test_lab_becomes_jupyterlab_on_the_notebooks_and_passes_the_rest_on(capsys, 
     (command,) = started
     assert command[1:3] == ["-m", "jupyterlab"]
     assert command[-1] == str(resources.folder("notebooks"))
-    assert [word for word in command[3:-1] if word != "--allow-root"] == ["--no-browser", "--port", "8890"]
+    assert [word for word in command[3:-1] if word != "--allow-root"] == [
+        *QUIET, "--no-browser", "--port", "8890"]
 
 
-def test_lab_cannot_lay_into_a_folder_that_is_closed(capsys, monkeypatch, tmp_path):
+def test_jupyterlab_does_not_ask_about_news():
+    """The option is one that this JupyterLab knows: its trait takes None."""
+    from jupyterlab.labapp import LabApp
+
+    (option,) = QUIET
+    name, _, value = option.removeprefix("--LabApp.").partition("=")
+    assert name in LabApp.class_trait_names(config=True)
+    trait = LabApp.class_traits()[name]
+    assert trait.from_string(value) is None
+    assert trait.allow_none
+
+
+def test_lab_cannot_copy_into_a_folder_that_is_closed(capsys, monkeypatch, tmp_path):
     from dplab import resources
 
     source = tmp_path / "source"
@@ -252,9 +289,9 @@ def test_lab_cannot_lay_into_a_folder_that_is_closed(capsys, monkeypatch, tmp_pa
     monkeypatch.setattr(resources, "folder", lambda name: source)
     monkeypatch.setattr(resources.Path, "mkdir", lambda *_a, **_k: (_ for _ in ()).throw(PermissionError(13, "closed")))
     monkeypatch.chdir(tmp_path)
-    status, _, err = said(capsys, "lab", "--lay-only")
+    status, _, err = said(capsys, "lab", "--copy-only")
     assert status == 2
-    assert "notebooks cannot be laid into" in err
+    assert "notebooks cannot be copied into" in err
     assert "(01.ipynb: closed); run dplab lab from a folder that you may write" in err
 
 
@@ -263,5 +300,5 @@ def test_lab_meets_a_folder_where_a_notebook_should_lie(capsys, monkeypatch, tmp
     (tmp_path / "01-quickstart.ipynb").mkdir()
     status, out, err = said(capsys, "lab", "--lay-only")
     assert (status, out) == (2, "")
-    assert "notebooks cannot be laid into" in err
+    assert "notebooks cannot be copied into" in err
     assert "(01-quickstart.ipynb: Is a directory); run dplab lab from a folder that you may write" in err

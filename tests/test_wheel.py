@@ -67,7 +67,7 @@ def test_estimate(installed, tmp_path):
 
 
 def test_lab_lays_notebooks_never_over_a_changed_one(installed, tmp_path):
-    first = json.loads(dplab(installed, tmp_path, "lab", "--lay-only", "--json").stdout)
+    first = json.loads(dplab(installed, tmp_path, "lab", "--copy-only", "--json").stdout)
     assert first["written"] == NOTEBOOKS
     assert first["kept"] == []
     assert sorted(path.name for path in tmp_path.iterdir()) == NOTEBOOKS
@@ -75,10 +75,10 @@ def test_lab_lays_notebooks_never_over_a_changed_one(installed, tmp_path):
         return
     changed = tmp_path / NOTEBOOKS[0]
     changed.write_text("mine")
-    again = json.loads(dplab(installed, tmp_path, "lab", "--lay-only", "--json").stdout)
+    again = json.loads(dplab(installed, tmp_path, "lab", "--copy-only", "--json").stdout)
     assert again["kept"] == NOTEBOOKS[:1]
     assert changed.read_text() == "mine"
-    told = dplab(installed, tmp_path, "lab", "--lay-only").stdout
+    told = dplab(installed, tmp_path, "lab", "--copy-only").stdout
     assert f"{NOTEBOOKS[0]} is left as you changed it; delete it to get the original" in told
 
 

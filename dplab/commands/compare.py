@@ -13,7 +13,7 @@ from typing import Any
 
 from dplab.commands.base import Answer, Verbs, verb, whole_number
 from dplab.commands.kept import KeptWorld
-from dplab.commands.train import ProgressLine, checked_workload, usage_error_of, workload_arguments
+from dplab.commands.train import ProgressLine, checked_workload, threads_of, usage_error_of, workload_arguments
 from dplab.errors import RankFailed, UsageError
 from dplab.peers.catalog import System, system
 from dplab.telemetry.summary import Summary
@@ -99,7 +99,8 @@ def _start(each: System, args: argparse.Namespace, kwargs: dict[str, Any], world
     from dplab.launcher.launch import LABEL_LENGTH, launch
 
     run = launch("dplab.peers.serve:serve", world_size=args.world_size, args=(each.name,), kwargs=kwargs,
-                 backend=args.backend, detach=False, label=f"compare {each.name}"[:LABEL_LENGTH])
+                 backend=args.backend, threads=threads_of(args), detach=False,
+                 label=f"compare {each.name}"[:LABEL_LENGTH])
     world = KeptWorld(run, args.world_size)
     worlds.callback(world.close)
     return Contender(each.name, world)

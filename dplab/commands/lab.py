@@ -14,38 +14,43 @@ from typing import Any, NoReturn
 from dplab.commands.base import Answer, Verbs, verb
 from dplab.errors import UsageError
 
+QUIET = ("--LabApp.news_url=None",)
+"""Nothing is asked about news, whose question would lie over the pictures; a later option of the user's wins."""
+
 
 def add(verbs: Verbs) -> None:
     """Declares the verb."""
     parser = verb(verbs, "lab", lab, about="open JupyterLab on the notebooks",
                   example="dplab lab --no-browser --port 8890")
     parser.add_argument("--no-browser", action="store_true", help="do not open a browser, print the address")
-    parser.add_argument("--lay-only", action="store_true", help="lay the notebooks into this folder and stop there")
+    parser.add_argument("--copy-only", "--lay-only", action="store_true", dest="copy_only",
+                        help="copy the notebooks into this folder and stop there")
     parser.set_defaults(passes_on=True)
     parser.epilog = f"{parser.epilog}\n\nAny other argument is given to jupyter lab."
 
 
 def lab(args: argparse.Namespace) -> Answer:
-    """Lays the notebooks where there is no checkout, then becomes JupyterLab."""
-    from dplab.resources import NOTEBOOKS, folder, is_checkout, lay_notebooks
+    """Copies the notebooks where there is no checkout, then becomes JupyterLab."""
+    from dplab.resources import NOTEBOOKS, copy_notebooks, folder, is_checkout
 
-    if args.lay_only and args.rest:
-        raise UsageError(f"lab --lay-only lays the notebooks into the current folder; leave {' '.join(args.rest)} out")
+    if args.copy_only and args.rest:
+        raise UsageError(f"lab --copy-only copies the notebooks into the current folder; "
+                         f"leave {' '.join(args.rest)} out")
     here, said = Path.cwd(), []
     target = folder(NOTEBOOKS)
     written: list[Path] = []
     kept: list[Path] = []
-    if not is_checkout() or args.lay_only:
+    if not is_checkout() or args.copy_only:
         target = here
-        written, kept = lay_notebooks(here)
-        said = [f"{path.name} laid into {here}" for path in written]
+        written, kept = copy_notebooks(here)
+        said = [f"{path.name} copied into {here}" for path in written]
         said += [f"{path.name} is left as you changed it; delete it to get the original" for path in kept]
     data = {"folder": str(target), "written": [path.name for path in written], "kept": [path.name for path in kept]}
-    if args.lay_only:
+    if args.copy_only:
         return Answer(data, "\n".join(said))
     if importlib.util.find_spec("jupyterlab") is None:
         raise UsageError("JupyterLab is not installed; pip install 'dplab[lab]', then dplab lab again")
-    options = [*(["--no-browser"] if args.no_browser else []), *args.rest]
+    options = [*QUIET, *(["--no-browser"] if args.no_browser else []), *args.rest]
     if hasattr(os, "geteuid") and os.geteuid() == 0 and "--allow-root" not in options:
         said.append("running as root (as in a container): JupyterLab is started with --allow-root")
         options.append("--allow-root")

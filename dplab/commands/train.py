@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import re
 import statistics
 import sys
 from typing import TYPE_CHECKING, Any
@@ -18,12 +20,16 @@ if TYPE_CHECKING:
     from dplab.launcher.run import Run
 
 TICK_SECONDS = 0.25
+_NOTES = """In the JSON, wire counts the whole run by collective: count, bytes sent by rank 0 in training steps, and
+modelled, which is true where the bytes are those of the backend's documented algorithm and not counted as they leave;
+init, control and check are what does not belong to a step. memory is rank 0's, in bytes by category; peak_bytes each
+process's own pages at their most. Ctrl-C stops the run and tells how far it came; its directory stays."""
 
 
 def add(verbs: Verbs) -> None:
     """Declares the verb."""
     parser = verb(verbs, "train", train, about="train a small model on real text and report what it cost",
-                  example="dplab train --strategy zero2 --world-size 2 --steps 20 --json")
+                  example="dplab train --strategy zero2 --world-size 2 --steps 20 --json", notes=_NOTES)
     parser.add_argument("--strategy", default="ddp", help="such as zero2 or zero3+accum4 (default: ddp)")
     parser.add_argument("--steps", type=whole_number, default=100, help="optimizer steps (default: 100)")
     workload_arguments(parser)
@@ -33,7 +39,8 @@ def add(verbs: Verbs) -> None:
 def workload_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments that `train` and `compare` share."""
     parser.add_argument("--world-size", type=whole_number, default=2, metavar="N", help="ranks (default: 2)")
-    about = "; ".join(f"{name}: {entry.about}" for name, entry in CATALOG.items())
+    about = "; ".join(f"{name}: {entry.about}" + (" (needs the extra: pip install 'dplab[images]')" * (
+        entry.data == "images")) for name, entry in CATALOG.items())
     parser.add_argument("--model", default="tiny-gpt", help=f"{about} (default: tiny-gpt)")
     parser.add_argument("--data", metavar="PATH", help="a file or a folder of text (default: the standard library's "
                         "own source; image models: digits)")
@@ -42,6 +49,8 @@ def workload_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lr", type=learning_rate, default=1e-3, help="learning rate (default: 1e-3)")
     parser.add_argument("--optimizer", default="adamw", help=f"{', '.join(OPTIMIZERS)} (default: adamw)")
     parser.add_argument("--seed", type=seed, default=0, help="of weights and order of samples (default: 0)")
+    parser.add_argument("--threads", type=whole_number, metavar="T", help="a rank computes on, as OMP_NUM_THREADS says "
+                        "(default: that, else 1, as torchrun's)")
     parser.add_argument("--backend", choices=("gloo", "nccl", "shm"),
                         help="gloo, nccl or shm (default: what the machine has)")
 
@@ -52,12 +61,39 @@ def checked_workload(args: argparse.Namespace) -> dict[str, Any]:
 
     entry = workload(args.model)
     optimizer_class(args.optimizer)
+    _check_ranks(args)
     if entry.data == "images":
         corpora.require_digits(args.data)
     elif args.data is not None:
-        corpora.load(args.data)
+        corpus = corpora.load(args.data)
+        samples, needed = max(len(corpus) - 1, 0) // corpora.SEQUENCE, args.world_size * args.batch_size
+        if samples < needed:
+            raise UsageError(f"{corpus.name} has {count(samples, 'sample')} of {corpora.SEQUENCE} bytes, and "
+                             f"--world-size {args.world_size} x --batch-size {args.batch_size} need {needed}; use a "
+                             f"smaller batch, fewer ranks or more text")
     return {"model": args.model, "data": args.data, "batch_size": args.batch_size, "lr": args.lr, "seed": args.seed,
             "optimizer": args.optimizer}
+
+
+def _check_ranks(args: argparse.Namespace) -> None:
+    from dplab.launcher.launch import too_many
+
+    if (reason := too_many(args.world_size)) is not None:
+        raise UsageError(f"--world-size {args.world_size} is not allowed; {reason}")
+    if args.backend == "nccl":
+        import torch
+
+        gpus = torch.cuda.device_count()
+        if gpus < args.world_size:
+            raise UsageError(f"--backend nccl needs one GPU a rank, and torch finds {count(gpus, 'GPU')} for "
+                             f"{count(args.world_size, 'rank')}; use --backend gloo, or fewer ranks")
+
+
+def threads_of(args: argparse.Namespace) -> int | None:
+    """Threads a rank: one where nobody says otherwise, so that runs of one rank and of several compare."""
+    if args.threads is None and not os.environ.get("OMP_NUM_THREADS"):
+        return 1
+    return int(args.threads) if args.threads is not None else None
 
 
 def train(args: argparse.Namespace) -> Answer:
@@ -69,7 +105,7 @@ def train(args: argparse.Namespace) -> Answer:
     from dplab.launcher.launch import launch
 
     run = launch("dplab.workloads.train:train", world_size=args.world_size, strategy=args.strategy,
-                 backend=args.backend, kwargs=kwargs, detach=False, label=args.label)
+                 backend=args.backend, kwargs=kwargs, detach=False, label=args.label, threads=threads_of(args))
     print(f"run {run.path}", file=sys.stderr)
     results, summary = watch(run, args.steps)
     data = {"strategy": args.strategy, "world_size": args.world_size, "backend": results[0]["backend"],
@@ -94,6 +130,9 @@ def watch(run: Run, steps: int) -> tuple[list[dict[str, Any]], Summary]:
         line.end()
         print("stopping the run ...", file=sys.stderr)
         run.stop()
+        summary.feed(reader.poll())
+        print(f"run {run.id} was stopped: {progress(summary, steps)}; what it recorded stays in {run.path}",
+              file=sys.stderr)
         raise
     except RankFailed as error:
         line.end()
@@ -113,11 +152,20 @@ def watch(run: Run, steps: int) -> tuple[list[dict[str, Any]], Summary]:
     return results, summary
 
 
+_OPTIONS = ((r"\bbackend='(\w+)'", r"--backend \1"), (r"\bbackend '(\w+)'", r"--backend \1"),
+            (r"\bbatch_size[ =](\d+)", r"--batch-size \1"), (r"(\d+) ranks x ", r"--world-size \1 x "))
+"""What a rank says in Python's words, as the command line's options."""
+
+
 def usage_error_of(error: RankFailed) -> UsageError | None:
     """The sentence that a rank refused its input with, where that is why it failed."""
     last = error.traceback.strip().rsplit("\n", 1)[-1]
     name, _, sentence = last.partition(": ")
-    return UsageError(sentence) if name.rsplit(".", 1)[-1] == "UsageError" and sentence else None
+    if name.rsplit(".", 1)[-1] != "UsageError" or not sentence:
+        return None
+    for python, option in _OPTIONS:
+        sentence = re.sub(python, option, sentence)
+    return UsageError(sentence)
 
 
 def mean_losses(results: list[dict[str, Any]]) -> dict[str, float]:
@@ -163,7 +211,8 @@ class ProgressLine:
 
 
 def _text(data: dict[str, Any], unit: str) -> str:
-    rows = [("strategy", f"{data['strategy']} on {count(data['world_size'], 'rank')} over {data['backend']}"),
+    rows = [("strategy", f"{data['strategy']} on {count(data['world_size'], 'rank')}"
+                         + (f" over {data['backend']}" if data["world_size"] > 1 else ", which has nobody to talk to")),
             ("loss", f"{data['loss_first']:.4f} -> {data['loss_last']:.4f} in {count(data['steps'], 'step')}, "
                      f"mean over ranks")]
     if data["step_ms_median"] is not None:
@@ -176,7 +225,14 @@ def _text(data: dict[str, Any], unit: str) -> str:
     if data["peak_bytes"]:
         rows.append(("process", ", ".join(f"{size / 1e6:,.0f}" for size in data["peak_bytes"])
                      + " MB private at the peak, by rank"))
-    rows += [("wire", f"{name}: {count(row['count'], 'time')}, {row['bytes'] / 1e6:,.1f} MB sent by rank 0")
-             for name, row in data["wire"].items()]
+    for name, row in data["wire"].items():
+        whole = f"{_size(row['bytes'])} sent by rank 0 in the whole run, {count(row['count'], 'time')}"
+        rows.append(("wire", f"{name}: " + (f"{whole}, before the first step" if name == "init" else
+                                            f"{_size(row['bytes'] / data['steps'])} a step; {whole}")))
     rows.append(("run", data["run_dir"]))
     return "\n".join(f"{name:12}{value}" for name, value in rows)
+
+
+def _size(size: float) -> str:
+    """In MB, small ones in kB."""
+    return f"{size / 1e6:,.2f} MB" if size >= 1e4 else f"{size / 1e3:,.2f} kB"

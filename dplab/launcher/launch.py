@@ -108,11 +108,16 @@ def _check(function: payload.Function, world_size: int, strategy: Strategy | str
         raise UsageError(f"launch(detach={detach!r}) is not allowed; detach is True or False")
     spec = RunSpec(function=name, world_size=world_size, strategy=None if strategy is None else str(strategy),
                    backend=backend, detach=detach, label=label)
-    most = 32 * (os.cpu_count() or 1)
-    if world_size > most:
-        raise UsageError(f"launch(world_size={world_size}) is not allowed; this machine has {os.cpu_count()} cores, "
-                         f"and more than {most} ranks on it would only wait for each other")
+    if (reason := too_many(world_size)) is not None:
+        raise UsageError(f"launch(world_size={world_size}) is not allowed; {reason}")
     return spec
+
+
+def too_many(world_size: int) -> str | None:
+    """Why this machine cannot hold so many ranks; None where it can."""
+    most = 32 * (os.cpu_count() or 1)
+    return None if world_size <= most else (f"this machine has {os.cpu_count()} cores, and more than {most} ranks on "
+                                            f"it would only wait for each other")
 
 
 def _check_label(label: str | None) -> None:

@@ -27,6 +27,8 @@ _NOT_EVERYWHERE = {"site-packages", "dist-packages", "__pycache__", "test", "tes
 """Parts of the standard library that some systems leave out or change; without them the text is the same everywhere."""
 
 Bytes = npt.NDArray[np.uint8]
+SEQUENCE = 128
+"""Tokens of a window, where nobody says otherwise."""
 SPLITS = ("train", "held-out")
 _HELD_OUT_OF = 20
 
@@ -97,7 +99,7 @@ def load(path: str | Path | None = None, *, split: str = "train") -> Corpus:
     return _read([root], root.parent, f"file {str(path)!r}", split)
 
 
-def dataset(path: str | Path | None, *, images: bool, sequence: int = 128, split: str = "train") -> Data:
+def dataset(path: str | Path | None, *, images: bool, sequence: int = SEQUENCE, split: str = "train") -> Data:
     """What a workload trains on: text windows of `sequence` tokens, or for an image model the digits."""
     if not images:
         return TextDataset(load(path, split=split), sequence)

@@ -17,8 +17,9 @@ from pathlib import Path
 import pytest
 
 import dplab
-from dplab.cli import main
+from dplab.cli import main, parser
 from dplab.commands.kept import KeptWorld
+from dplab.commands.train import threads_of
 from dplab.errors import RankFailed
 from dplab.planner.footprint import volume
 from dplab.specs import SHARDINGS
@@ -65,6 +66,37 @@ def test_the_wire_of_train_is_the_footprints_volume(trained):
     for name in ("reduce_scatter", "all_gather"):
         assert trained["wire"][name]["bytes"] == 4 * trained["steps"] * expected[name]
     assert trained["memory"]["grads"] == trained["memory"]["params"] // 2
+
+
+def threads() -> int:
+    """What a launched rank runs: how many threads it computes on."""
+    import torch
+
+    return torch.get_num_threads()
+
+
+@pytest.mark.parametrize(("given", "variable", "expected"), [
+    ((), None, 1), (("--threads", "2"), None, 2), (("--threads", "2"), "3", 2), ((), "3", 3)])
+def test_a_rank_computes_on_one_thread_unless_told(given, variable, expected, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", variable)
+    args = parser().parse_args(["train", "--world-size", "1", *given])
+    run = dplab.launch(threads, threads=threads_of(args), detach=False)
+    assert run.wait(60) == [expected]
+
+
+def test_train_in_words(capsys):
+    status, out, _ = said(capsys, "train", "--steps", "4", *QUICK)
+    lines = {line.split()[1]: line for line in out.splitlines() if line.startswith("wire")}
+    assert status == 0
+    told = re.fullmatch(r"wire +all_reduce: ([\d.]+) MB a step; ([\d.]+) MB sent by rank 0 in the whole run, \d+ times",
+                        lines["all_reduce:"])
+    assert float(told[2]) == pytest.approx(4 * float(told[1]), abs=0.05)
+    assert "before the first step" in lines["init:"]
+    alone = said(capsys, "train", "--steps", "1", "--world-size", "1", "--batch-size", "1")
+    assert "ddp on 1 rank, which has nobody to talk to" in alone[1]
+    assert alone[2].count("step 0/1") <= 1
 
 
 def test_runs_lists_it(trained, capsys):
@@ -246,11 +278,16 @@ def test_a_trace_that_cannot_be_written(trained, capsys, tmp_path):
 
 @pytest.mark.parametrize("verb", ["train", "compare"])
 def test_input_that_a_rank_refuses_is_bad_usage_too(verb, capsys, tmp_path):
+    """It speaks of options there too; what can be known is refused before any rank is started."""
+    status, out, err = said(capsys, verb, "--model", "mlp", "--batch-size", "1000", "--world-size", "2")
+    assert (status, out) == (2, "")
+    last = err.strip().splitlines()[-1]
+    assert last.startswith("dplab: the data set has 1707 samples, and --world-size 2 x --batch-size 1000 need 2000")
     (tmp_path / "short.txt").write_text("x" * 1000)
     status, out, err = said(capsys, verb, "--data", str(tmp_path / "short.txt"), "--world-size", "2")
     assert (status, out) == (2, "")
-    last = err.strip().splitlines()[-1]
-    assert last.startswith("dplab: the data set has 7 samples, and 2 ranks x batch_size 8 need 16")
+    assert "short.txt' has 7 samples of 128 bytes, and --world-size 2 x --batch-size 8 need 16; use a smaller" in err
+    assert err.count("\n") == 1
     assert "Traceback" not in err
 
 
@@ -304,6 +341,8 @@ def test_ctrl_c_stops_the_run(tmp_path):
     assert process.returncode == 130
     assert out == ""
     assert "stopping the run" in err
+    assert re.search(rf"^run {os.listdir(tmp_path)[0]} was stopped: step \d+/100000 · loss .*; what it recorded stays "
+                     rf"in {tmp_path}", err, re.MULTILINE)
     assert err.strip().endswith("dplab: interrupted")
     (path,) = tmp_path.iterdir()
     directory = RunDirectory(path)
