@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
+from dplab.errors import UsageError
 from dplab.planner.plans import Plan
 from dplab.telemetry.events import CATEGORIES, Event
 from dplab.views.records import Bars, Chart, Lanes, Text
@@ -59,26 +60,31 @@ def _bars(key: str, title: str, unit: str, caption: str, bars: Bars) -> Chart:
                  note=f"{said} {unit} ({caption})")
 
 
-def overlay(predicted: Iterable[Event], measured: Iterable[Event], *, rank: int = 0) -> Chart:
+def overlay(predicted: Iterable[Event], measured: Iterable[Event], *, rank: int = 0, quantile: float = 0.5) -> Chart:
     """A predicted step over a measured one, on one time scale from the start of each: lanes of work and of the wire.
 
-    Of the measured steps that one of `rank` whose length is the median; the first, which sets things up, left out.
+    Of the measured steps that one of `rank` whose length is the `quantile` (the median; 0.25 is what a calibration
+    takes, as others who compute on the machine only ever lengthen a step); the first, which sets things up, left out.
+    Raises UsageError for a quantile that is not from 0 to 1.
     """
+    if not 0 <= quantile <= 1:
+        raise UsageError(f"overlay(quantile={quantile!r}) is not allowed; it is a number from 0 (the shortest) to 1")
     told, steps = _steps(predicted, 0), _steps(measured, rank)
     real = sorted(steps[1:] or steps, key=lambda step: step.t1 - step.t0)
     if not told or not real:
         missing = "measured" if told else "predicted"
         return Chart(key="overlay", title="Predicted over measured", x_label="ms", y_label="",
                      marks=(Text(text=f"no {missing} step is complete yet"),))
-    rows = {"plan": told[0], "run": real[(len(real) - 1) // 2]}
+    rows = {"plan": told[0], "run": real[int(quantile * (len(real) - 1))]}
     mark = _stacked([lanes([_from_zero(step)]) for step in rows.values()], tuple(rows))
+    which = "the median" if quantile == 0.5 else f"quantile {quantile:g}"
     lengths = {name: (step.t1 - step.t0) / 1e6 for name, step in rows.items()}
     value = f"{lengths['plan'] / lengths['run']:.2f} x the measured"
     return Chart(key="overlay", title="Predicted over measured", x_label="ms", y_label="", marks=(mark,), value=value,
                  legend=LEGEND, x_range=(0.0, float(mark.end.max(initial=0.0)) or 1.0),
                  caption=f"one step of one rank; plan: predicted; run: measured, step {rows['run'].index}",
                  note=f"predicted {short(lengths['plan'])} ms, measured {short(lengths['run'])} ms "
-                      f"(step {rows['run'].index} of rank {rank}, the median of {len(real)}): {value}")
+                      f"(step {rows['run'].index} of rank {rank}, {which} of {len(real)}): {value}")
 
 
 def _steps(events: Iterable[Event], rank: int) -> list[Step]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 import dplab
+from dplab.errors import UsageError
 from dplab.planner.hardware import of_machine
 from dplab.planner.single import predict
 from dplab.telemetry.events import Event
@@ -63,6 +64,17 @@ def test_a_predicted_step_lies_over_the_median_measured_one(strategy):
     assert shown["step_optimizer"] > 0
     picture([chart])
     figure(chart)
+
+
+def test_the_measured_step_is_the_one_asked_for():
+    plan = predict("bench-gpt", of_machine(known()), "ddp", micro_batch=4)
+    slower = [event._replace(t1=event.t1 + event.step * 1_000_000) if event.kind == "step" else event
+              for event in run_events(1, 6)]
+    for quantile, step in ((0.0, 1), (0.25, 2), (0.5, 3), (1.0, 5)):
+        assert f"measured {100 + step} ms (step {step} of" in overlay(plan.timeline().events, slower,
+                                                                     quantile=quantile).note
+    with pytest.raises(UsageError, match=r"overlay\(quantile=25\) is not allowed; it is a number from 0"):
+        overlay([], [], quantile=25)
 
 
 def test_without_a_step_there_are_words():
