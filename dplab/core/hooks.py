@@ -34,10 +34,10 @@ def hook_parameters(reduction: Reduction) -> None:
             if (call := reopen()) is not None:
                 call()
 
-        def after(_parameter: nn.Parameter) -> None:
+        def after(arrived: nn.Parameter) -> None:
             if (call := came()) is not None:
                 # hooks registered since run after ours, and may change the gradient
-                call(place, slot, more=len(parameter._post_accumulate_grad_hooks or ()) > ours)
+                call(place, slot, more=len(arrived._post_accumulate_grad_hooks or ()) > ours)
 
         parameter.register_hook(before)  # type: ignore[no-untyped-call]
         parameter.register_post_accumulate_grad_hook(after)  # type: ignore[no-untyped-call]

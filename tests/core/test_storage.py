@@ -327,3 +327,23 @@ def test_h47_wrap_and_drop_leaves_nothing(name: str) -> None:
         del engine
         gc.collect()
     assert [ref() for ref in seen] == [None] * 5
+
+
+@pytest.mark.parametrize("name", SHARDINGS)
+def test_h47_the_models_own_parameters_go_with_it(name: str) -> None:
+    """torch's collector does not see through a hook on accumulated gradients: one that held its parameter would leak."""
+    import gc
+    import weakref
+
+    def body() -> bool:
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        engine = dplab.parallelize(model, worlds.adamw, name)
+        engine.backward(engine(torch.ones(1, 8)).sum())
+        engine.step()
+        kept = [weakref.ref(parameter) for parameter in model.parameters()]
+        kept += [weakref.ref(run.parameter) for runs in engine._owned.runs for run in runs]
+        del engine, model
+        gc.collect()
+        return all(ref() is None for ref in kept)
+
+    assert all(in_processes(2, body))
