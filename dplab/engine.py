@@ -126,6 +126,10 @@ class Engine:
         self._losses: list[tuple[torch.Tensor, float]] = []
         """loss and weight of each backward of the window"""
 
+    def __repr__(self) -> str:
+        ranks = f"{self.world.size} rank{'' if self.world.size == 1 else 's'}"
+        return f"<Engine {type(self.module).__name__} · {self.strategy} on {ranks} · {self.steps} steps>"
+
     # ---- the loop
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -25,7 +25,7 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
      "strategy 'zero4' is not known (did you mean 'zero3'?); use one of ddp, zero1, zero2, zero3"),
     (lambda: nn.Linear(2, 2), {"strategy": "zero3+recompute"},
      "strategy zero3+recompute: recompute=full is not implemented yet; leave it out"),
-    (lambda: nn.Linear(2, 2), {"strategy": 3}, "strategy 3 is a int; give a name such as 'zero2'"),
+    (lambda: nn.Linear(2, 2), {"strategy": 3}, "strategy 3 is of type int; give a name such as 'zero2'"),
     (lambda: nn.ReLU(), {}, "model ReLU has no trainable parameter; set requires_grad"),
     (lambda: nn.Linear(2, 2).requires_grad_(False), {}, "model Linear has no trainable parameter"),
     (lambda: nn.Linear(2, 2).bfloat16(), {},
@@ -182,3 +182,8 @@ def test_frozen_parameters_stay_and_cost_no_gradient(name: str) -> None:
         assert torch.equal(state["frozen.weight"], Different(0).frozen.weight)
         assert not torch.equal(state["layer.weight"], Different(0).layer.weight)
         assert grads <= 4 * 2 * 128
+
+
+def test_its_repr_says_what_it_is():
+    engine = dplab.parallelize(torch.nn.Linear(2, 2), torch.optim.SGD, "zero2")
+    assert repr(engine) == "<Engine Linear · zero2 on 1 rank · 0 steps>"
