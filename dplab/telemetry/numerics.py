@@ -128,10 +128,10 @@ class Comparison:
         if self.first is None:
             return f"{len(self.steps)} steps, {len(self.parameters)} parameters: equal to the bit"
         first, last = self.first, self.largest
-        text = (f"first difference after step {first.step}: {first.parameter} by {first.ulps:,} ulp "
+        text = (f"they differ from step {first.step} on, there most in {first.parameter}: {first.ulps:,} ulp "
                 f"({first.absolute:.3g})")
-        return text if last is None else text + (f"; after step {last.step}: {last.parameter} by {last.ulps:,} ulp "
-                                                 f"({last.absolute:.3g})")
+        return text if last is None else text + (f"; after step {last.step} most in {last.parameter}: {last.ulps:,} "
+                                                 f"ulp ({last.absolute:.3g})")
 
 
 def compare_runs(a: Any, b: Any) -> Comparison:

@@ -13,9 +13,8 @@ if TYPE_CHECKING:
 
 _SHADES = ("#FFF0B8", "#FBCB6B", "#F09A3A", "#DB6A2E", "#B8404A", "#8A2A62")
 """Light to dark, so that the order is seen without colour too, and the last still stands out from a black page; a
-shade stands for a factor of `_FACTOR`."""
+shade stands for a factor of 64."""
 
-_FACTOR = 64
 _LEFT, _TOP, _ROW, _LARGEST_CELL = 190, 60, 15, 40
 
 
@@ -54,7 +53,7 @@ def heat_map(comparison: Comparison, title: str = "", *, width: int = 760) -> st
     parts.append(f"<text x='{_LEFT}' y='{foot + 30}'>step</text>")
     for index, colour in enumerate(_SHADES):
         x = _LEFT + 92 * index
-        text = f"{_FACTOR**index:,}" if index < 4 else f"{_FACTOR**index / 1e6:,.0f} million"
+        text = f"2<tspan dy='-4' font-size='11'>{6 * index}</tspan>"
         parts.append(f"<rect x='{x}' y='{foot + 40}' width='12' height='12' fill='{colour}'/>"
                      f"<text x='{x + 17}' y='{foot + 50}'>{text}</text>")
     parts.append(f"<text x='{_LEFT - 6}' y='{foot + 50}' text-anchor='end'>ulp, from</text>")

@@ -202,7 +202,9 @@ class MemoryPanel:
     def _time(self, rank: int) -> tuple[float, float]:
         """Memory and utilization stand below each other: one axis."""
         both = [held[rank] for held in (self.series, self.utilization) if rank in held]
-        return 0.0, max(float(series["seconds"][-1]) for series in both)
+        # what came before the first gauge (imports, building the model) would only be a blank
+        return (min(float(series["seconds"][0]) for series in both),
+                max(float(series["seconds"][-1]) for series in both))
 
     def utilization_chart(self, rank: int = 0) -> Chart:
         """One rank's use of its core and its GPU."""

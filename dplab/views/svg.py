@@ -116,7 +116,7 @@ def _chart(chart: Chart, height: int, *, small: bool = False) -> str:
                                 f"font-style='italic'>{escape(chart.words)}</text>"])
     caption = textwrap.wrap(chart.caption, 84)[:2]
     for line, text in enumerate(caption):
-        parts.append(f"<text x='8' y='{height - 6 - 13 * (len(caption) - 1 - line)}' font-size='10.5'>"
+        parts.append(f"<text x='8' y='{height - 6 - 13 * (len(caption) - 1 - line)}' font-size='11'>"
                      f"{escape(text)}</text>")
     bottom = height - _BOTTOM - 13 * len(caption) - 4 * bool(caption)
     lanes = any(isinstance(mark, Lanes) for mark in chart.marks)
@@ -261,4 +261,4 @@ def _legend(entries: Sequence[tuple[str, str]]) -> str:
     said = "".join(f"<tspan fill='{theme.color(role)}' dx='{4 * (index > 0)}'>"
                    f"{'▨' if role in theme.HATCHED else '■'}</tspan> {escape(text)}"
                    for index, (role, text) in enumerate(entries))
-    return f"<text x='8' y='31' font-size='10'>{said}</text>"
+    return f"<text x='8' y='31'>{said}</text>"

@@ -311,7 +311,7 @@ function header(spec, send, redraw) {
   const rank = node("select");
   rank.setAttribute("aria-label", "rank shown");
   for (let r = 0; r < spec.ranks; r++) rank.append(new Option(`rank ${r}`, r));
-  rank.addEventListener("change", redraw);
+  rank.addEventListener("change", () => { send({ type: "rank", rank: Number(rank.value) }); redraw(); });
   const stop = node("button", "", "Stop run");
   stop.title = "the same as run.stop() in a cell";
   stop.addEventListener("click", () => {

@@ -99,6 +99,8 @@ class Board(anywidget.AnyWidget):
         self._period = 1 / hz
         self._guard = threading.RLock()  # the fold is read by cells and fed by the thread
         self._display_id = _new_display_id()
+        self._rank = 0
+        """chosen on the page; still pictures show it too"""
         self._stop_asked = self._keyframe_asked = False
         self._hellos = 0
         self._heard_at = self._keyframe_at = self._drawn_at = time.monotonic()
@@ -141,7 +143,7 @@ class Board(anywidget.AnyWidget):
 
     def _bundle(self) -> dict[str, Any]:
         self._drawn_at = time.monotonic()
-        bundle = {"text/plain": self.summary(), "image/svg+xml": self.svg()}
+        bundle = {"text/plain": self.summary(self._rank), "image/svg+xml": self.svg(self._rank)}
         if self.live and not self.frozen and not self.closed:
             bundle["application/vnd.jupyter.widget-view+json"] = {
                 "version_major": 2, "version_minor": 0, "model_id": self.model_id}
@@ -292,6 +294,8 @@ class Board(anywidget.AnyWidget):
         if kind == "hello":
             self._keyframe_asked = True
             self._hellos += bool(content.get("fresh"))
+        elif kind == "rank" and content.get("rank") in range(min(self.run.spec.world_size, SHOWN_RANKS)):
+            self._rank = int(content["rank"])
         elif kind == "stop":
             self._stop_asked = True
         if kind in ("hello", "stop") and not self.closed:

