@@ -1,4 +1,4 @@
-"""Where the ranks of a case run: most run as threads and as processes over gloo alike."""
+"""Where the ranks of a case run: most run as threads and as processes over gloo and shared memory alike."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from tests.worlds import in_processes, in_threads
+from tests.worlds import in_processes, in_shm, in_threads
 
 
-@pytest.fixture(params=[in_threads, in_processes], ids=["threads", "gloo"])
+@pytest.fixture(params=[in_threads, in_processes, in_shm], ids=["threads", "gloo", "shm"])
 def where(request: pytest.FixtureRequest) -> Any:
-    """`in_threads` or `in_processes`: called with a number of ranks and what each of them does."""
+    """`in_threads`, `in_processes` or `in_shm`: called with a number of ranks and what each of them does."""
     return request.param

@@ -331,7 +331,7 @@ def test_h47_wrap_and_drop_leaves_nothing(name: str) -> None:
 
 @pytest.mark.parametrize("name", SHARDINGS)
 def test_h47_the_models_own_parameters_go_with_it(name: str) -> None:
-    """torch's collector does not see through a hook on accumulated gradients: one that held its parameter would leak."""
+    """torch's collector does not see through hooks on accumulated gradients: one that held its parameter would leak."""
     import gc
     import weakref
 
