@@ -114,7 +114,7 @@ class Engine:
         if strategy.sharding.params is Placement.SHARDED:
             self._gather_units([GatheredUnit(unit, [b for b in self._buckets if set(b.names) & set(dict(
                 unit.parameters))], self._recorder) for unit in found])
-        self._full = Full(model, self._buckets, self._gathers, mesh)
+        self._full = Full(model, self._buckets, self._gathers, mesh, world)
         self.checkpoints = Checkpoints(Trained(model, self._buckets, self._owned, self._full, self._reduction,
                                                 self._synced, mesh, world, self._recorder, str(strategy)))
         hook_parameters(self._reduction)

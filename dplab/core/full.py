@@ -13,7 +13,13 @@ from dplab.core import build
 from dplab.core.bucket import Bucket
 from dplab.core.gathers import Gathers
 from dplab.errors import StateError, UsageError
-from dplab.wire.world import Mesh
+from dplab.wire.rollcall import RollCall
+from dplab.wire.world import Mesh, World
+
+LATE = 60.0
+"""Seconds for which rank 0 waits for the others to make the same call."""
+BUSY = 600.0
+"""Seconds for which the others wait for rank 0, which may be evaluating or writing."""
 
 
 class Plain:
@@ -42,8 +48,11 @@ class Plain:
 class Full:
     """Everything here is collective. `gathers` is None where the parameters are never sharded."""
 
-    def __init__(self, model: nn.Module, buckets: Sequence[Bucket], gathers: Gathers | None, mesh: Mesh) -> None:
+    def __init__(self, model: nn.Module, buckets: Sequence[Bucket], gathers: Gathers | None, mesh: Mesh,
+                 world: World) -> None:
         self.model, self.buckets, self.gathers, self.mesh = model, buckets, gathers, mesh
+        # the other transports name whoever is missing or elsewhere at once
+        self._calls = RollCall(world, "full values") if world.backend in ("gloo", "nccl") else None
         self.plain = Plain(model)
         self._slots = {self.plain(name): (bucket, slot) for bucket in buckets
                        for slot, name in enumerate(bucket.names)}
@@ -63,6 +72,7 @@ class Full:
         """Full parameters inside, readable and writable; afterwards rank 0's values are everybody's."""
         if self.writable:
             raise StateError("engine.gathered() was entered inside engine.gathered(); the parameters are there already")
+        self._meet("engine.gathered()")
         with self.read():
             before = self._digests()
             self.writable = True
@@ -90,6 +100,12 @@ class Full:
     def _digests(self) -> list[int]:
         return [_digest(parameter) for bucket in self.buckets for parameter in bucket.parameters]
 
+    def _meet(self, what: str) -> None:
+        """Before the first collective of a call that people make on one rank only: whoever does not come is named."""
+        if self._calls is not None:
+            self._calls.gather(None, what=what, limit=LATE)
+            self._calls.tell(what=what, limit=BUSY)
+
     def refuse_inside(self, what: str) -> None:
         """Raises StateError for what would move the weights while somebody may be writing to them."""
         if self.writable:
@@ -97,6 +113,7 @@ class Full:
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The plain model's state_dict on the CPU; a master copy's values rather than their rounding."""
+        self._meet("engine.full_state_dict()")
         with self.read():
             state = {self.plain(name): value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
                      for name, value in self.model.state_dict().items()}
@@ -119,6 +136,7 @@ class Full:
 
     def check_agreement(self) -> None:
         """Raises StateError, naming parameter and ranks, where copies of a parameter differ between ranks."""
+        self._meet("engine.check_agreement()")
         with self.read():
             mine = {name: _digest(p) for name, p in self.model.named_parameters()}
         every = self.mesh.world.gather_objects(mine)

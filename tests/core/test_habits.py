@@ -15,11 +15,11 @@ from torch import nn
 from torch.nn.utils import prune
 
 import dplab
-from dplab.errors import StateError, UsageError
+from dplab.errors import StateError, UsageError, WireError
 from dplab.specs import SHARDINGS
 from tests import worlds
 from tests.core.test_refusals import Blocks, build, refused
-from tests.worlds import in_threads
+from tests.worlds import in_processes, in_threads
 
 CUTTING = ["zero1", "zero2", "zero3"]
 BATCHES = torch.randn(2, 6, 3, 4, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
@@ -411,6 +411,36 @@ def test_a_scheduler_that_follows_its_own_ranks_loss_is_refused(strategy: str) -
 
     for told in refused(2, body):
         assert told.startswith("option 'lr' of the optimizer's group 0 is 0.1, 0.01")
+
+
+@pytest.mark.parametrize("call", ["gathered", "full_state_dict", "check_agreement"])
+@pytest.mark.parametrize("strategy", ["ddp", "zero2+bf16", "zero3"])
+def test_what_all_ranks_must_call_names_those_that_do_not(strategy: str, call: str) -> None:
+    def body() -> str:
+        from dplab.core import full
+
+        engine = dplab.parallelize(build(Blocks), sgd, strategy)
+        waits, full.LATE = full.LATE, 0.5
+        told = ""
+        try:
+            if engine.world.rank == 0:
+                if call == "gathered":
+                    with engine.gathered():
+                        pass
+                else:
+                    getattr(engine, call)()
+        except WireError as error:
+            told = str(error)
+        full.LATE = waits
+        # and nothing is out of step afterwards
+        engine.backward(engine(BATCHES[engine.world.rank, 0].float()).float().sum())
+        assert engine.step()
+        engine.check_agreement()
+        return told
+
+    told, others = in_processes(2, body)
+    assert told.startswith(f"engine.{call}() is collective, and rank 1 has not called it within 0.5 s; call it")
+    assert others == ""
 
 
 # ---- interrupts, transforms, arguments
