@@ -19,6 +19,9 @@ _PART_OF = {"compute": "compute", "tensor": "tensor", "bubble": "bubble", "data"
             "optimizer": "step_optimizer"}
 _CATEGORY_OF = {"working": "activations", "logits": "activations", "slack": "other", "context": "other"}
 
+_THIN = 0.005
+"""Share of the highest bar below which a category is not seen: it is drawn with `other`."""
+
 
 def memory_bars(plans: Mapping[str, Plan], *, limit: float | None = None) -> Chart:
     """Predicted memory of one rank by category, a bar a plan, in GB (1e9 bytes; MB where all is small). `limit`: bytes
@@ -28,6 +31,11 @@ def memory_bars(plans: Mapping[str, Plan], *, limit: float | None = None) -> Cha
         for name, size in plan.memory.to_dict().items():
             if name != "total":
                 sizes[CATEGORIES.index(_CATEGORY_OF.get(name, name)), column] += size
+    thin = sizes.max(axis=1, initial=0.0) < _THIN * sizes.sum(axis=0).max(initial=0.0)
+    other = CATEGORIES.index("other")
+    thin[other] = False
+    sizes[other] += sizes[thin].sum(axis=0)
+    sizes[thin] = 0
     scale, unit = (1e9, "GB") if sizes.sum(axis=0).max(initial=0.0) >= 1e9 else (1e6, "MB")
     used = [row for row in range(len(CATEGORIES)) if sizes[row].any()]
     totals = dict(zip(plans, sizes.sum(axis=0), strict=True))
