@@ -21,8 +21,9 @@ WIRE_ROWS = 2
 ROLES = ("forward", "backward", "step_optimizer", "waiting", "reduce", "gather", "exposed")
 _WORK_ROLE = {"forward": "forward", "backward": "backward", "optimizer": "step_optimizer"}
 DEFINITION = "overlap = 1 - exposed / total: the share of the wire's time in which the ranks went on computing"
-LEGEND = tuple((role, theme.label(role)) for role in ROLES)
-"""Always whole, so that the picture below it does not jump from step to step."""
+_SHORT = {"reduce": "grads", "gather": "params", "exposed": "exposed"}
+LEGEND = tuple((role, _SHORT.get(role) or theme.label(role)) for role in ROLES)
+"""Always whole, so that the picture below it does not jump from step to step; in one line of a still picture."""
 
 
 @dataclass

@@ -13,7 +13,7 @@ from dplab.views import theme
 from dplab.views.figures import comparison
 from dplab.views.fold import Fold
 from dplab.views.records import Chart, Head, Line, StackedArea
-from dplab.views.svg import svg
+from dplab.views.svg import WIDTH, svg
 from tests.views.synthetic import run_events
 
 NAMESPACE = "{http://www.w3.org/2000/svg}"
@@ -141,3 +141,11 @@ def test_no_text_is_smaller_than_eleven_pixels():
     fold.feed(run_events(2, 10))
     text = svg(fold.grid(), head=Head(state="running", facts=(("steps", "10"),), problem="a problem"))
     assert {float(size) >= 11 for size in re.findall(r"font-size='([\d.]+)'", text)} == {True}
+
+
+def test_every_legend_fits_beside_its_neighbour():
+    """By the width of a wide font's letters (7 px of 11), the mark and the gap before each entry."""
+    fold = Fold(2)
+    fold.feed(run_events(2, 10))
+    for chart in fold.charts():
+        assert sum(7 * len(text) + 14 for _, text in chart.legend) < WIDTH, chart.title
