@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import dplab
 from dplab import __version__
 from dplab.cli import main, parser
 from dplab.commands.base import without_nan
@@ -54,6 +55,13 @@ def test_no_gpu_for_nccl(capsys, monkeypatch):
     assert (status, out) == (2, "")
     assert err == ("dplab: --backend nccl needs one GPU a rank, and torch finds 1 GPU for 2 ranks; "
                    "use --backend gloo, or fewer ranks\n")
+
+
+def test_the_package_says_how_it_is_used_and_names_its_errors():
+    assert all(word in dplab.__doc__ for word in ("dplab.parallelize(", "dplab.launch(", "dplab.explain("))
+    for name in ("UsageError", "RunError", "RunFailed", "StateError", "WireError", "RankFailed", "DplabError"):
+        assert name in dir(dplab)
+        assert issubclass(getattr(dplab, name), dplab.DplabError)
 
 
 def test_help_names_every_verb():

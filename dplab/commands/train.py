@@ -153,7 +153,7 @@ def watch(run: Run, steps: int) -> tuple[list[dict[str, Any]], Summary]:
 
 
 _OPTIONS = ((r"\bbackend='(\w+)'", r"--backend \1"), (r"\bbackend '(\w+)'", r"--backend \1"),
-            (r"\bbatch_size[ =](\d+)", r"--batch-size \1"), (r"(\d+) ranks x ", r"--world-size \1 x "))
+            (r"\bbatch_size[ =](\d+)", r"--batch-size \1"), (r"(\d+) ranks? x ", r"--world-size \1 x "))
 """What a rank says in Python's words, as the command line's options."""
 
 

@@ -140,17 +140,18 @@ class ModelShape:
         """
         s, b, h = self.sequence, self.micro_batch, self.hidden
         each, text = Fraction(34), "34"
+        many = f"{b} sequence{'s' * (b > 1)}"
         if recompute:
             each, text = Fraction(2), "2"
         elif not self.flash:
             each, text = 34 + Fraction(5 * self.heads * s, h), f"(34 + 5 x {self.heads} x {s} / {h})"
         size = self.layers * s * b * h * each * element_bytes / 2
-        formula = f"{self.layers} layers x {s} tokens x {b} sequences x {h} features x {text} bytes"
+        formula = f"{self.layers} layers x {s} tokens x {many} x {h} features x {text} bytes"
         if element_bytes != 2:
             formula += f" x {element_bytes}/2"
         if self.vocabulary:
             size += 4 * s * b * self.vocabulary
-            formula += f" + {s} tokens x {b} sequences x {self.vocabulary} logits x 4 bytes"
+            formula += f" + {s} tokens x {many} x {self.vocabulary} logits x 4 bytes"
         return round(size), formula
 
 

@@ -181,12 +181,14 @@ def formulas(memory: Memory) -> dict[str, str]:
         return {**texts, "working": "", "logits": "", "activations": f"{split.micro_batch} samples x "
                 f"{profile.stated_elements:.6g} elements x {recipe.element} bytes"}
     block = profile.blocks[-1]
-    size = f"{block.tokens} tokens x {split.micro_batch} samples x {block.hidden} features"
+    samples = f"{split.micro_batch} sample{'s' * int(split.micro_batch > 1)}"
+    size = f"{block.tokens} tokens x {samples} x {block.hidden} features"
     each = float(activations.layer(block, split, recipe)) / (block.tokens * block.hidden * split.micro_batch)
-    texts["activations"] = (f"{float(memory.layers):g} layers x {float(memory.held):g} micro-batches x {size} x "
+    waiting = f"{float(memory.held):g} micro-batch{'es' * int(memory.held != 1)}"
+    texts["activations"] = (f"{float(memory.layers):g} layers x {waiting} x {size} x "
                             f"{each:.4g} bytes ({_each(memory)})")
     texts["working"] = ("one layer, recomputed" if split.recompute >= 2 else "one layer's attention matrix")
-    texts["logits"] = (f"{block.tokens} tokens x {split.micro_batch} samples x {profile.vocabulary} logits "
+    texts["logits"] = (f"{block.tokens} tokens x {samples} x {profile.vocabulary} logits "
                        f"{f'/ {split.tp} ' if split.tp > 1 else ''}x {recipe.logit} bytes")
     return texts
 

@@ -92,7 +92,8 @@ def loader(dataset: Any, batch_size: int, *, seed: int = 0, shuffle: bool = True
     drops = shuffle if drop_last is None else drop_last
     made = Loader(dataset, batch_size, world, seed=seed, shuffle=shuffle, drop_last=drops)
     if drops and len(made) == 0:
-        raise UsageError(f"the data set has {len(dataset)} samples, and {world.size} ranks x batch_size {batch_size} "
+        ranks = f"{world.size} rank{'s' * (world.size > 1)}"
+        raise UsageError(f"the data set has {len(dataset)} samples, and {ranks} x batch_size {batch_size} "
                          f"need {made.global_batch}; use a smaller batch, fewer ranks or more data")
     return made
 

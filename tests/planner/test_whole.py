@@ -27,7 +27,7 @@ def test_states_are_those_of_the_parameter_count(strategy):
 def test_every_figure_is_explained_with_its_numbers():
     whole = dplab.estimate("llama-7b", 8, "zero3+bf16+accum2", micro_batch=2, sequence=1024)
     text = whole.explain()
-    for part in ("6.73842e+09 parameters x 2 bytes / 8 ranks", "x 4 bytes / 8 ranks", "32 layers x 1 micro-batches x "
+    for part in ("6.73842e+09 parameters x 2 bytes / 8 ranks", "x 4 bytes / 8 ranks", "32 layers x 1 micro-batch x "
                  "1024 tokens x 2 samples x 4096 features x 45.53 bytes",
                  "1024 tokens x 2 samples x 32000 logits x 12 bytes", "2 units x 2.02383e+08",
                  "GB = "):

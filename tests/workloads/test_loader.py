@@ -57,6 +57,8 @@ def test_h14_gather_returns_ten_rows_in_order_whatever_the_world(size: int) -> N
 
 
 def test_too_few_samples_for_the_ranks_is_one_sentence() -> None:
+    with pytest.raises(UsageError, match=r"has 5 samples, and 1 rank x batch_size 6 need 6; use a smaller batch"):
+        dplab.loader(range(5), batch_size=6)
     with pytest.raises(UsageError, match=r"has 5 samples, and 3 ranks x batch_size 2 need 6; use a smaller batch"):
         in_threads(3, lambda: dplab.loader(range(5), batch_size=2))
 
