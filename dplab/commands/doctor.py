@@ -129,7 +129,9 @@ def _run(run_id: str) -> Answer:
         if "step" in row:
             where = _standing(row)
         lines.append(f"  rank {row['rank']} ({'process ' + str(row['pid']) if row['lives'] else 'ended'}): {where}")
-    return Answer(data, "\n".join([*lines, "", str(diagnosis)]))
+    # of a run that failed before there was anything to judge nobody should read that all is well
+    judged = diagnosis.findings or data["state"] != "failed"
+    return Answer(data, "\n".join([*lines, "", str(diagnosis) if judged else diagnosis.summary]))
 
 
 def _standing(row: dict[str, Any]) -> str:

@@ -147,6 +147,7 @@ def test_doctor_says_of_no_rank_that_ended_that_it_runs(capsys):
     assert "failed: rank 0 of 1 failed before its first step was done: ValueError: no data" in out
     assert "rank 0 (ended): last seen before its first step was done, in its program" in out
     assert "running" not in out
+    assert "nothing to complain" not in out
 
 
 def test_doctor_tells_what_the_machine_can_do(capsys):
