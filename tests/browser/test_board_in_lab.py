@@ -146,9 +146,8 @@ def test_board_follows_theme_rank_reload_and_its_stop_button(lab, page, tmp_path
     assert sum(ground) > sum(ink)
     switch_theme(page, "JupyterLab Dark")
     page.wait_for_function("() => document.body.dataset.jpThemeLight === 'false'", timeout=30_000)
-    page.wait_for_timeout(1000)
-    (ground, ink) = page.evaluate(GROUND)
-    assert sum(ground) < sum(ink)
+    page.wait_for_function(f"() => {{ const [ground, ink] = ({GROUND})().map(rgb => rgb[0] + rgb[1] + rgb[2]); "
+                           "return ground < ink; }", timeout=30_000)
     page.locator(".dplab-board").screenshot(path=str(tmp_path / "dark.png"))
 
     page.locator(".dplab-board select").select_option("1")
