@@ -153,6 +153,8 @@ def test_board_follows_theme_rank_reload_and_its_stop_button(lab, page, tmp_path
     page.locator(".dplab-board select").select_option("1")
     page.wait_for_function("() => document.querySelector('.dplab-steps b').textContent === 'Step time, rank 1'")
 
+    # a kernel that is busy when the page comes back does not tell it in time which widgets there are
+    page.wait_for_function(ALL_RUN, timeout=60_000)
     save(page)
     page.reload()
     page.wait_for_function(AT_STEP, arg=1, timeout=60_000)
