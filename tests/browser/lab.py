@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import secrets
@@ -17,6 +18,8 @@ from pathlib import Path
 from typing import Any
 from urllib.error import URLError
 from urllib.request import urlopen
+
+from dplab.launcher import linux
 
 REPOSITORY = Path(__file__).parents[2]
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -65,7 +68,8 @@ class Lab:
                 [sys.executable, "-m", "jupyterlab", "--allow-root", "--no-browser", "--ip=127.0.0.1",
                  f"--port={self.port}", f"--IdentityProvider.token={self.token}", "--expose-app-in-browser",
                  f"--LabApp.app_settings_dir={settings}", f"--ServerApp.root_dir={root}"],
-                stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True)
+                stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True,
+                preexec_fn=functools.partial(linux.die_with, os.getpid()))  # also where pytest itself is killed
         self._wait()
 
     def _wait(self, seconds: float = 60) -> None:
