@@ -3,15 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import json
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 from dplab.commands.base import Answer, Verbs, verb, whole_number
 from dplab.errors import UsageError
-
-if TYPE_CHECKING:
-    from dplab.planner.plans import Plan
 
 _NOTES = """--model is a card's name or the path of a Hugging Face config.json; --cluster is COUNTxGPU or
 NODESxCOUNTxGPU, such as 4x8xA100-SXM-80GB; this-machine, as dplab calibrate measured it; or unequal GPUs joined with
@@ -60,6 +54,7 @@ def plan(args: argparse.Namespace) -> Answer:
         raise UsageError(f"plan needs {', '.join(missing)}; such as dplab plan --model llama-7b "
                          f"--cluster 8xH100-SXM-80GB --tokens-per-step 1048576")
     from dplab.planner import search
+    from dplab.telemetry.trace import write
 
     plans = search.plan(args.model, args.cluster, args.tokens_per_step, sequence=args.sequence,
                         precision=_one(args.precision), recipe=args.recipe, network=args.network,
@@ -68,7 +63,12 @@ def plan(args: argparse.Namespace) -> Answer:
     if args.explain:
         text += f"\n\n{plans.best.explain()}"
     if args.trace:
-        data["trace"] = _trace(plans.best, args.trace)
+        try:
+            write(plans.best.timeline().events, {"predicted": str(plans.best)}, args.trace)
+        except OSError as error:
+            raise UsageError(f"the trace cannot be written to {args.trace!r} ({error.strerror}); give a path that can "
+                             f"be") from error
+        data["trace"] = args.trace
         text += f"\n\n{data['trace']}: the best plan's step; open it in ui.perfetto.dev"
     return Answer(data, text)
 
@@ -76,15 +76,3 @@ def plan(args: argparse.Namespace) -> Answer:
 def _one(given: list[str] | None) -> str | list[str] | None:
     """A single name alone."""
     return given[0] if given and len(given) == 1 else given
-
-
-def _trace(best: Plan, path: str) -> str:
-    """Writes a predicted step where Perfetto can open it."""
-    from dplab.telemetry.trace import chrome_trace
-
-    try:
-        Path(path).write_text(json.dumps(chrome_trace(best.timeline().events, {"predicted": str(best)})))
-    except OSError as error:
-        raise UsageError(f"the trace cannot be written to {path!r} ({error.strerror}); give a path that can be"
-                         ) from error
-    return path

@@ -146,14 +146,14 @@ class Bucket:
         elif divisor != 1.0:
             self.grads.owned.div_(divisor)
         self.filled.clear()
-        shown: Sequence[torch.Tensor] = self.grads.views if self.grads.shows_owned else self._cut
+        shown = self._shown()
         for slot, parameter in enumerate(self.parameters):
             parameter.grad = shown[slot] if self.moved[slot] else None
 
     def take_edits(self) -> None:
         """What the user has done to `.grad` since the window closed. None there means that it does not move."""
         assert self.grads is not None
-        shown: Sequence[torch.Tensor] = self.grads.views if self.grads.shows_owned else self._cut
+        shown = self._shown()
         for slot, parameter in enumerate(self.parameters):
             grad = parameter.grad
             if grad is None:
@@ -167,6 +167,11 @@ class Bucket:
                 shown[slot].copy_(grad)
                 parameter.grad = shown[slot]
                 self.moved[slot] = True
+
+    def _shown(self) -> Sequence[torch.Tensor]:
+        """What stands on `.grad` of the parameters that moved, from the end of a window to its step."""
+        assert self.grads is not None
+        return self.grads.views if self.grads.shows_owned else self._cut
 
     def refuse_assigned(self) -> None:
         """In a window without a backward: a gradient that somebody has put on a parameter would not be reduced."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -12,6 +11,7 @@ from torch import nn
 from dplab.core import build
 from dplab.core.bucket import Bucket
 from dplab.core.gathers import Gathers
+from dplab.core.params import checksum
 from dplab.errors import StateError, UsageError
 from dplab.wire.rollcall import RollCall
 from dplab.wire.world import Mesh, World
@@ -98,7 +98,7 @@ class Full:
             bucket.params.settle()
 
     def _digests(self) -> list[int]:
-        return [_digest(parameter) for bucket in self.buckets for parameter in bucket.parameters]
+        return [checksum(parameter) for bucket in self.buckets for parameter in bucket.parameters]
 
     def _meet(self, what: str) -> None:
         """Before the first collective of a call that people make on one rank only: whoever does not come is named."""
@@ -138,14 +138,10 @@ class Full:
         """Raises StateError, naming parameter and ranks, where copies of a parameter differ between ranks."""
         self._meet("engine.check_agreement()")
         with self.read():
-            mine = {name: _digest(p) for name, p in self.model.named_parameters()}
+            mine = {name: checksum(p) for name, p in self.model.named_parameters()}
         every = self.mesh.world.gather_objects(mine)
         for name in mine:
             odd = [rank for rank, theirs in enumerate(every) if theirs[name] != every[0][name]]
             if odd:
                 raise StateError(f"parameter {name!r} differs between rank 0 and ranks {odd}; something wrote to it "
                                  f"outside engine.gathered()")
-
-
-def _digest(tensor: torch.Tensor) -> int:
-    return zlib.crc32(tensor.detach().contiguous().view(-1).view(torch.uint8).cpu().clone().numpy().tobytes())

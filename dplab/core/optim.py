@@ -67,7 +67,6 @@ class Run:
         return absent.CutGradient.of(self.bucket.names[self.slots[0]], self.parameter)
 
 
-
 def _piece(name: str, rank: int) -> str:
     return (f"what stands in the optimizer's param_groups is what rank {rank} steps, laid flat ({name!r} and what "
             f"follows it); read or write weights inside engine.gathered(), and clip with engine.clip_grad_norm_(...)")

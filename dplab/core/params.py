@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 import functools
+import zlib
 from collections.abc import Sequence
 
 import torch
@@ -19,6 +20,10 @@ from dplab.core.precision import Dtypes
 from dplab.errors import StateError
 from dplab.layout import FlatLayout
 from dplab.wire.collectives import DONE, Collectives, Pending, Purpose
+
+REPLACED = "was given other memory after the model was wrapped (by model.to(...), model.float() or `.data = ...`)"
+_OURS = 2
+"""Who holds a full storage besides its views: the full tensor, and the handle that is being looked at."""
 
 
 class _Stepped:
@@ -43,6 +48,11 @@ class _Stepped:
         return [slot for slot, (parameter, version) in enumerate(zip(self.parameters, self._settled, strict=True))
                 if parameter._version != version]
 
+    def _elsewhere(self, shown: Sequence[torch.Tensor]) -> list[str]:
+        """Names of parameters that are in other memory than what they were made to show."""
+        return [slot.name for slot, parameter, tensor in zip(self.layout.slots, self.parameters, shown, strict=True)
+                if parameter.data_ptr() != tensor.data_ptr()]
+
     @property
     def stepped(self) -> torch.Tensor:
         return self.owned if self.master is None else self.master
@@ -59,9 +69,9 @@ class _Stepped:
     def refresh_master(self) -> None:
         """Where somebody wrote to the owned part, the master takes that value; elsewhere it keeps its digits."""
         if self.master is not None:
-            written = self.owned != self.master.to(self.owned.dtype)
-            if written.any():
-                self.master[written] = self.owned[written].to(self.master.dtype)
+            same = self.owned == self.master.to(self.owned.dtype)
+            # no question to the device: this runs before every step
+            torch.where(same, self.master, self.owned.to(self.master.dtype), out=self.master)
 
 
 class Resident(_Stepped):
@@ -78,7 +88,6 @@ class Resident(_Stepped):
         self.owned = axis.segment(self.flat)
         self.master = _master(axis.segment(exact), dtypes)
         self._views = _cut(self.flat, layout)
-        self._addresses = [view.data_ptr() for view in self._views]
         for view, parameter in zip(self._views, parameters, strict=True):
             parameter.data = view
         self.settle()
@@ -113,8 +122,7 @@ class Resident(_Stepped):
 
     def replaced(self) -> list[str]:
         """Names of parameters that are no views of the flat buffer any more."""
-        return [slot.name for slot, parameter, address in zip(self.layout.slots, self.parameters, self._addresses,
-                                                              strict=True) if parameter.data_ptr() != address]
+        return self._elsewhere(self._views)
 
     def written(self) -> dict[str, int]:
         """Parameters that somebody has written to since the last look, with a checksum of their values."""
@@ -202,9 +210,7 @@ class Sharded(_Stepped):
             if self._pending is not None:
                 self._pending.wait()
                 self._pending = None
-            if touched := self._touched():
-                self._wrote |= {self.layout.slots[slot].name: checksum(self._views[slot]) for slot in touched}
-                self.take_back()
+            self._keep_writes()
             self._refuse_replaced(self._views)
             self._hide()
 
@@ -216,17 +222,20 @@ class Sharded(_Stepped):
 
     def replaced(self) -> list[str]:
         """Names of parameters that show neither the gathered values nor their absence any more."""
-        shown = self._views if self.resident else self._absent
-        return [slot.name for slot, parameter, tensor in zip(self.layout.slots, self.parameters, shown, strict=True)
-                if parameter.data_ptr() != tensor.data_ptr()]
+        return self._elsewhere(self._views if self.resident else self._absent)
 
     def written(self) -> dict[str, int]:
         """Parameters that somebody wrote to while they were gathered, with a checksum of their values."""
-        if self.resident and (touched := self._touched()):
-            self._wrote |= {self.layout.slots[slot].name: checksum(self._views[slot]) for slot in touched}
-            self.take_back()
+        if self.resident:
+            self._keep_writes()
         found, self._wrote = self._wrote, {}
         return found
+
+    def _keep_writes(self) -> None:
+        """What somebody wrote to the gathered values is kept in the shard, and told by `written`."""
+        if touched := self._touched():
+            self._wrote |= {self.layout.slots[slot].name: checksum(self._views[slot]) for slot in touched}
+            self.take_back()
 
     def _show(self) -> None:
         """The parameters become views of the full buffer, which still refuse to be read."""
@@ -254,25 +263,18 @@ class Sharded(_Stepped):
         self.full.untyped_storage().resize_(0)
 
     def _refuse_replaced(self, shown: Sequence[torch.Tensor]) -> None:
-        for slot, parameter, tensor in zip(self.layout.slots, self.parameters, shown, strict=True):
-            if parameter.data_ptr() != tensor.data_ptr():
-                raise StateError(f"parameter {slot.name!r} {REPLACED}, on rank {self.axis.rank}; make the model what "
-                                 f"it shall be before dplab.parallelize, or write to it inside engine.gathered()")
+        for name in self._elsewhere(shown):
+            raise StateError(f"parameter {name!r} {REPLACED}, on rank {self.axis.rank}; make the model what it shall "
+                             f"be before dplab.parallelize, or write to it inside engine.gathered()")
 
 
 Params = Resident | Sharded
 
 
-_OURS = 2
-"""Who holds a full storage besides its views: the full tensor, and the handle that is being looked at."""
-REPLACED = "was given other memory after the model was wrapped (by model.to(...), model.float() or `.data = ...`)"
-
-
 def checksum(tensor: torch.Tensor) -> int:
-    """Sum of the elements' bits: equal for equal values, at the speed of memory."""
-    plain = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    words = {8: torch.int64, 4: torch.int32, 2: torch.int16}.get(tensor.element_size(), torch.uint8)
-    return int(plain.view(words).sum(dtype=torch.int64)) if plain.numel() else 0
+    """Of the elements and their order. For what is rarely looked at: it reads everything on the CPU."""
+    # a clone, since numpy would pin the storage of a gathered unit
+    return zlib.crc32(tensor.detach().contiguous().view(-1).view(torch.uint8).cpu().clone().numpy().tobytes())
 
 
 def _outside(name: str, rank: int) -> str:

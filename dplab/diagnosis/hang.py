@@ -37,7 +37,7 @@ def hang(directory: RunDirectory, now: int) -> Finding | None:
     others = [rank for rank in ranks if rank not in missing]
     who = f"ranks {others} wait for {missing}" if others else "all ranks stand at the same place"
     stack = _stack(directory, missing[0])
-    evidence = "; ".join(f"rank {rank}: {_where(pages[rank])}" for rank in ranks)
+    evidence = "; ".join(f"rank {rank}: {pages[rank] or 'has noted nothing yet'}" for rank in ranks)
     return Finding(kind="hang", cost=1.0, what=f"nothing has moved for {seconds:.0f} s: {who}",
                    evidence=evidence if stack is None else f"{evidence}; rank {missing[0]} is at\n{stack}",
                    remedy="look at that line: every rank must run the same steps and units; a program that computes "
@@ -49,12 +49,6 @@ def _page(directory: RunDirectory, rank: int) -> RankState | None:
         return read_state(directory.rank(rank) / "state")
     except RunError:      # a damaged page of one rank hides no other rank
         return None
-
-
-def _where(page: RankState | None) -> str:
-    if page is None:
-        return "has noted nothing yet"
-    return f"step {page.step}, {page.phase}" + (f", bucket {page.bucket}" if page.bucket >= 0 else "")
 
 
 def _stack(directory: RunDirectory, rank: int) -> str | None:

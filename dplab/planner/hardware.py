@@ -155,22 +155,23 @@ _SCALES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "Ki": 2.0**10, "Mi"
 
 def rate(text: str, *, what: str) -> float:
     """Bytes a second from `50GB/s` or `400Gb/s` (a capital B is bytes, a small b bits)."""
-    form = re.fullmatch(r"([\d.]+)\s*([kMGT]i?|)([bB])(?:/s|ps)", text.strip())
-    value = _value(form)
-    if form is None or value is None:
-        raise UsageError(f"{what} {text!r} is no number above 0 with its unit; write 50GB/s (bytes) or 400Gb/s (bits), "
-                         f"one direction and GPU")
-    return value * _SCALES[form[2]] / (8 if form[3] == "b" else 1)
+    value, form = _quantity(text, r"([bB])(?:/s|ps)", what=what,
+                            write="50GB/s (bytes) or 400Gb/s (bits), one direction and GPU")
+    return value / (8 if form[3] == "b" else 1)
 
 
 def size(text: str, *, what: str) -> float:
     """Bytes from `80GB` (1e9) or `79GiB` (2^30)."""
-    form = re.fullmatch(r"([\d.]+)\s*([kMGT]i?|)B", text.strip())
+    return _quantity(text, "B", what=what, write="80GB (1e9 bytes) or 75GiB (2^30 bytes)")[0]
+
+
+def _quantity(text: str, unit: str, *, what: str, write: str) -> tuple[float, re.Match[str]]:
+    """A number above 0 with its scale taken in, and the match. UsageError for any other text, saying what to write."""
+    form = re.fullmatch(rf"([\d.]+)\s*([kMGT]i?|){unit}", text.strip())
     value = _value(form)
     if form is None or value is None:
-        raise UsageError(f"{what} {text!r} is no number above 0 with its unit; write 80GB (1e9 bytes) or 75GiB (2^30 "
-                         f"bytes)")
-    return value * _SCALES[form[2]]
+        raise UsageError(f"{what} {text!r} is no number above 0 with its unit; write {write}")
+    return value * _SCALES[form[2]], form
 
 
 def _value(form: re.Match[str] | None) -> float | None:

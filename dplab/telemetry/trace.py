@@ -60,11 +60,16 @@ def export(source: str | os.PathLike[str], output: str | os.PathLike[str]) -> Pa
               "wall_seconds_at_zero": (header["wall"] + start - header["monotonic"]) / 1e9 if header else None}
     path = Path(output)
     try:
-        with open(path, "w", encoding="utf-8") as file:
-            json.dump(_finite(chrome_trace(events, anchor)), file, allow_nan=False)
+        write(events, anchor, path)
     except OSError as error:
         raise RunError(f"the trace cannot be written to {path}: {error.strerror}; give another file") from error
     return path
+
+
+def write(events: Iterable[Event], metadata: dict[str, Any], output: str | os.PathLike[str]) -> None:
+    """Writes the trace of any events, measured or predicted, to a file; OSError where that cannot be."""
+    with open(output, "w", encoding="utf-8") as file:
+        json.dump(_finite(chrome_trace(events, metadata)), file, allow_nan=False)
 
 
 class _Lanes:

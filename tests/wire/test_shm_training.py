@@ -19,6 +19,13 @@ STEPS = 4
 State = dict[str, torch.Tensor]
 
 
+def assert_equal(states: list[State], expected: State) -> None:
+    """Every rank's weights against one float64 process."""
+    for state in states:
+        for key, value in state.items():
+            torch.testing.assert_close(value, expected[key], rtol=1e-10, atol=1e-10)
+
+
 def ddp(model: nn.Module, batches: list[worlds.Batch], **kwargs: Any) -> State:
     from torch.nn.parallel import DistributedDataParallel
 
@@ -45,9 +52,7 @@ def test_torch_ddp_runs_unchanged(size: int, kwargs: dict[str, bool]) -> None:
     model = worlds.build(worlds.Uneven)
     batches = worlds.uneven_batches(STEPS * size)
     expected = worlds.reference(model, batches, per_step=size)
-    for state in worlds.in_shm(size, ddp, model, batches, **kwargs):
-        for key, value in state.items():
-            torch.testing.assert_close(value, expected[key], rtol=1e-10, atol=1e-10)
+    assert_equal(worlds.in_shm(size, ddp, model, batches, **kwargs), expected)
 
 
 def test_torch_ddp_gives_over_shm_what_it_gives_over_gloo() -> None:
@@ -108,9 +113,7 @@ def test_torch_fsdp2_runs_unchanged(size: int, mesh: tuple[int, ...], clip: bool
     model = worlds.build(worlds.Even)
     batches = worlds.uneven_batches(STEPS * size)
     expected = worlds.reference(model, batches, per_step=size, clip=0.5 if clip else None)
-    for state in worlds.in_shm(size, fsdp2, model, batches, mesh, clip):
-        for key, value in state.items():
-            torch.testing.assert_close(value, expected[key], rtol=1e-10, atol=1e-10)
+    assert_equal(worlds.in_shm(size, fsdp2, model, batches, mesh, clip), expected)
 
 
 def zero_redundancy(model: nn.Module, batches: list[worlds.Batch]) -> State:
@@ -131,9 +134,7 @@ def test_torch_zero_redundancy_optimizer_runs_unchanged() -> None:
     model = worlds.build(worlds.Uneven)
     batches = worlds.uneven_batches(STEPS * 2)
     expected = worlds.reference(model, batches, per_step=2)
-    for state in worlds.in_shm(2, zero_redundancy, model, batches):
-        for key, value in state.items():
-            torch.testing.assert_close(value, expected[key], rtol=1e-10, atol=1e-10)
+    assert_equal(worlds.in_shm(2, zero_redundancy, model, batches), expected)
 
 
 def redistributed() -> None:
@@ -163,9 +164,7 @@ def test_equals_one_process(name: str, size: int) -> None:
     batches = worlds.uneven_batches(STEPS * size * 2)
     expected = worlds.reference(model, batches, per_step=size * 2, clip=0.5)
     strategy = Strategy(sharding=name, bucket_mb=0.0005, accumulate=2, clip_grad_norm=0.5)
-    for state in worlds.in_shm(size, worlds.train, model, batches, strategy):
-        for key, value in state.items():
-            torch.testing.assert_close(value, expected[key], rtol=1e-10, atol=1e-10)
+    assert_equal(worlds.in_shm(size, worlds.train, model, batches, strategy), expected)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -193,9 +192,7 @@ def test_a_hybrid_mesh_equals_one_process() -> None:
     model = worlds.build(worlds.Uneven)
     batches = worlds.uneven_batches(STEPS * 4)
     expected = worlds.reference(model, batches, per_step=4)
-    for state in worlds.in_shm(4, hybrid, model, batches):
-        for key, value in state.items():
-            torch.testing.assert_close(value, expected[key], rtol=1e-10, atol=1e-10)
+    assert_equal(worlds.in_shm(4, hybrid, model, batches), expected)
 
 
 def backend() -> tuple[str, str]:
