@@ -1,108 +1,15 @@
-"""What a run is asked to do, as values: placements, precision, strategy, run.
-
-Everything here is frozen, checked when it is made, and survives a round trip through a dict (JSON) and,
-for a strategy, through its one-line form. No torch: a planner, a notebook and a command line share these.
-"""
+"""How a model is trained on several ranks, and the one-line form of that."""
 
 from __future__ import annotations
 
-import difflib
-import enum
-import itertools
 import re
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, get_args
 
 from dplab.errors import UsageError
-
-
-class Placement(enum.Enum):
-    """Where a tensor lives along the shard axis of the mesh."""
-
-    REPLICATED = "replicated"
-    """every rank holds all of it"""
-    SHARDED = "sharded"
-    """every rank holds an equal slice of it"""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sharding:
-    """Placement of parameters, gradients and optimizer state: the whole difference between the strategies.
-
-    Sharded parameters need sharded gradients, and sharded gradients a sharded optimizer (Rajbhandari et al.
-    2020, arXiv:1910.02054, which calls the three steps stages 1 to 3).
-    """
-
-    params: Placement
-    grads: Placement
-    optim: Placement
-
-    def __post_init__(self) -> None:
-        order = [self.optim, self.grads, self.params]
-        if any(later is Placement.SHARDED and earlier is Placement.REPLICATED
-               for earlier, later in itertools.pairwise(order)):
-            raise UsageError(
-                f"Sharding(params={self.params.value}, grads={self.grads.value}, optim={self.optim.value}) is not "
-                f"possible: sharded parameters need sharded gradients, and those a sharded optimizer; "
-                f"use one of {', '.join(SHARDINGS)}"
-            )
-
-    @property
-    def name(self) -> str:
-        """`ddp`, `zero1`, `zero2` or `zero3`."""
-        return next(name for name, sharding in SHARDINGS.items() if sharding == self)
-
-
-_R, _S = Placement.REPLICATED, Placement.SHARDED
-SHARDINGS: dict[str, Sharding] = {}
-DDP = SHARDINGS["ddp"] = Sharding(params=_R, grads=_R, optim=_R)
-ZERO1 = SHARDINGS["zero1"] = Sharding(params=_R, grads=_R, optim=_S)
-ZERO2 = SHARDINGS["zero2"] = Sharding(params=_R, grads=_S, optim=_S)
-ZERO3 = SHARDINGS["zero3"] = Sharding(params=_S, grads=_S, optim=_S)
-
-DTYPE_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
-"""Bytes of one element of each dtype that a `Precision` can name."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Precision:
-    """Dtypes of the parameters, the accumulated gradients, the wire's sums and the optimizer's master copy.
-
-    `None` keeps the model's own dtype (float64 stays float64); `reduce` is the dtype in which ranks are summed,
-    fp32 whatever narrower dtype travels; `master=None` means that the optimizer steps the parameters
-    themselves; `autocast` is the dtype of torch.autocast around the forward, or None.
-    """
-
-    param: str | None = None
-    grad: str | None = None
-    reduce: str | None = None
-    master: str | None = None
-    autocast: str | None = None
-
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if value is not None and value not in DTYPE_BYTES:
-                raise UsageError(f"Precision({field.name}={value!r}) is not a dtype; use one of "
-                                 f"{', '.join(DTYPE_BYTES)}, or None")
-        if self.reduce not in (None, "fp32"):
-            raise UsageError(f"Precision(reduce={self.reduce!r}) is not allowed; gradients are summed over ranks in "
-                             f"fp32 (float64 ones in float64): leave it out")
-
-    @property
-    def name(self) -> str | None:
-        """The short name (`fp32`, `bf16`, ...) of this combination, or None when it has none."""
-        return next((name for name, known in PRECISIONS.items() if known == self), None)
-
-
-PRECISIONS = {
-    "fp32": Precision(),
-    "bf16": Precision(param="bf16", grad="bf16", reduce="fp32", master="fp32"),
-    "fp16": Precision(param="fp16", grad="fp16", reduce="fp32", master="fp32"),
-    "amp-bf16": Precision(autocast="bf16"),
-    "amp-fp16": Precision(autocast="fp16"),
-}
-"""`fp32` casts nothing: compute, gradients and sums keep the model's own full-precision dtype."""
+from dplab.specs.checks import check, is_int, is_positive, lookup, nearest
+from dplab.specs.precision import PRECISIONS, Precision
+from dplab.specs.sharding import DDP, SHARDINGS, Placement, Sharding
 
 AccumulateMode = Literal["window", "micro_batch"]
 RECOMPUTE = ("none", "full")
@@ -136,24 +43,24 @@ class Strategy:
     def __post_init__(self) -> None:
         set_ = object.__setattr__
         if isinstance(self.sharding, str):
-            set_(self, "sharding", _lookup("strategy", self.sharding, SHARDINGS))
+            set_(self, "sharding", lookup("strategy", self.sharding, SHARDINGS))
         if isinstance(self.precision, str):
-            set_(self, "precision", _lookup("precision", self.precision, PRECISIONS))
+            set_(self, "precision", lookup("precision", self.precision, PRECISIONS))
         if isinstance(self.shares, list):
             set_(self, "shares", tuple(self.shares))
-        _check("sharding", self.sharding, isinstance(self.sharding, Sharding), "a Sharding or its name")
-        _check("precision", self.precision, isinstance(self.precision, Precision), "a Precision or its name")
-        _check("accumulate", self.accumulate, _is_int(self.accumulate) and self.accumulate >= 1, "an integer >= 1")
+        check("sharding", self.sharding, isinstance(self.sharding, Sharding), "a Sharding or its name")
+        check("precision", self.precision, isinstance(self.precision, Precision), "a Precision or its name")
+        check("accumulate", self.accumulate, is_int(self.accumulate) and self.accumulate >= 1, "an integer >= 1")
         modes = get_args(AccumulateMode)
-        _check("accumulate_mode", self.accumulate_mode, self.accumulate_mode in (None, *modes),
+        check("accumulate_mode", self.accumulate_mode, self.accumulate_mode in (None, *modes),
                f"one of {', '.join(modes)}, or None")
-        _check("bucket_mb", self.bucket_mb, self.bucket_mb is None or _is_positive(self.bucket_mb),
+        check("bucket_mb", self.bucket_mb, self.bucket_mb is None or is_positive(self.bucket_mb),
                "a number of MiB above 0, or None")
-        _check("recompute", self.recompute, self.recompute in RECOMPUTE, f"one of {', '.join(RECOMPUTE)}")
+        check("recompute", self.recompute, self.recompute in RECOMPUTE, f"one of {', '.join(RECOMPUTE)}")
         for name in ("prefetch", "reshard"):
-            _check(name, getattr(self, name), isinstance(getattr(self, name), bool), "True or False")
-        _check("clip_grad_norm", self.clip_grad_norm,
-               self.clip_grad_norm is None or _is_positive(self.clip_grad_norm), "a number above 0, or None")
+            check(name, getattr(self, name), isinstance(getattr(self, name), bool), "True or False")
+        check("clip_grad_norm", self.clip_grad_norm,
+               self.clip_grad_norm is None or is_positive(self.clip_grad_norm), "a number above 0, or None")
 
     @property
     def reduces_every_backward(self) -> bool:
@@ -194,7 +101,7 @@ class Strategy:
         known = {field.name for field in fields(cls)}
         for name in values:
             if name not in known:
-                raise UsageError(f"strategy has no field {name!r}{_nearest(name, known)}; "
+                raise UsageError(f"strategy has no field {name!r}{nearest(name, known)}; "
                                  f"it has {', '.join(sorted(known))}")
         values = dict(values)
         if isinstance(values.get("precision"), dict):
@@ -211,7 +118,7 @@ class Strategy:
             raise UsageError(f"strategy {shown}is of type {type(text).__name__}; give a name such as 'zero2', "
                              f"or a dplab.Strategy")
         head, *tokens = text.split("+")
-        values: dict[str, Any] = {"sharding": _lookup("strategy", head, SHARDINGS)}
+        values: dict[str, Any] = {"sharding": lookup("strategy", head, SHARDINGS)}
         given: dict[str, str] = {}
         for token in tokens:
             for name, value in cls._parse_token(token, text).items():
@@ -240,7 +147,7 @@ class Strategy:
         number = re.search(r"(?<![0-9])[0-9]{1,9}$", token)
         words = [*PRECISIONS, "recompute", *_TOKEN_PARSERS, f"accum{number[0] if number else ''}"]
         allowed = [*PRECISIONS, "accum<N>", "recompute", *(f"{name}=..." for name in _TOKEN_PARSERS)]
-        raise UsageError(f"strategy {text!r}: {token!r} is not known{_nearest(token, words)}; after the name may stand "
+        raise UsageError(f"strategy {text!r}: {token!r} is not known{nearest(token, words)}; after the name may stand "
                          f"{', '.join(allowed)}, joined by '+'")
 
     def __str__(self) -> str:
@@ -260,37 +167,6 @@ class Strategy:
             if name != "precision" and value != getattr(default, name):
                 tokens.append(f"{name}={_token_text(value)}")
         return "+".join(tokens)
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunSpec:
-    """What `launch` was asked for; the first thing written into a run directory.
-
-    `strategy` is a one-line form or None where the program chooses; `function` says what every rank runs.
-    """
-
-    function: str
-    world_size: int
-    strategy: str | None = None
-    backend: str | None = None
-    detach: bool = True
-    label: str | None = None
-
-    def __post_init__(self) -> None:
-        _check("world_size", self.world_size, _is_int(self.world_size) and self.world_size >= 1,
-               "an integer >= 1", what="launch")
-        for name in ("strategy", "backend", "label"):
-            _check(name, getattr(self, name), isinstance(getattr(self, name), str | None), "a string", what="launch")
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> RunSpec:
-        """From `to_dict`'s values; names that a later version added are left out."""
-        known = {field.name for field in fields(cls)}
-        return cls(**{name: value for name, value in values.items() if name in known})
 
 
 def _parse_bool(text: str) -> bool:
@@ -324,27 +200,3 @@ _TOKEN_PARSERS: dict[str, Any] = {
     "shares": lambda text: tuple(int(part) for part in text.split(":")),
     "precision": _parse_precision,
 }
-
-
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_positive(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf")
-
-
-def _check(name: str, value: Any, holds: bool, allowed: str, *, what: str = "Strategy") -> None:
-    if not holds:
-        raise UsageError(f"{what}({name}={value!r}) is not allowed; {name} is {allowed}")
-
-
-def _nearest(name: str, known: Any) -> str:
-    close = difflib.get_close_matches(name.lower(), list(known), n=1)
-    return f" (did you mean {close[0]!r}?)" if close else ""
-
-
-def _lookup(what: str, name: str, known: dict[str, Any]) -> Any:
-    if name not in known:
-        raise UsageError(f"{what} {name!r} is not known{_nearest(name, known)}; use one of {', '.join(known)}")
-    return known[name]

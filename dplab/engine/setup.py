@@ -1,0 +1,61 @@
+"""What is asked for is checked and laid out, before anything of the model is touched."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from torch import nn
+
+from dplab.core.buffers import Rule
+from dplab.core.optim import OptimizerLike
+from dplab.core.units import UnitRule
+from dplab.engine.engine import Engine
+from dplab.errors import UsageError
+from dplab.specs import Placement, Strategy
+from dplab.wire.world import Mesh, init
+
+
+def parallelize(
+    model: nn.Module,
+    optimizer: OptimizerLike,
+    strategy: Strategy | str | None = None,
+    *,
+    mesh: Any = None,
+    units: UnitRule = None,
+    buffers: Rule = "rank0",
+) -> Engine:
+    """Makes `model` train on every rank of the world; collective.
+
+    `optimizer` is a function from the model's parameters to a torch.optim.Optimizer, or a fresh optimizer on
+    them. `strategy` is a `Strategy` or its one-line form; None takes the run's own, else `ddp`. `mesh` is a
+    DeviceMesh with dimensions ("replicate", "shard"), or such a pair of sizes, for hybrid sharding. `units`
+    names the module classes or paths that ZeRO-3 gathers together; None: the model's `shard_units`, else
+    the members of its ModuleLists and Sequentials. `buffers` (running statistics) that changed are made equal
+    at the end of every step: `rank0`'s values, the `mean` of the ranks (integers: rank 0's), or `local`: never.
+
+    Raises UsageError (a ValueError) for anything that is not allowed, by name. Weights and buffers become
+    rank 0's.
+    """
+    chosen = _strategy(strategy)
+    chosen.require_implemented()
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"model is a {type(model).__name__}; parallelize takes a torch.nn.Module")
+    world = init()
+    sharded = chosen.sharding.optim is Placement.SHARDED
+    axes = Mesh.flat(world, sharded=sharded) if mesh is None else Mesh.of(world, mesh)
+    if axes.shard.size > 1 and not sharded:
+        raise UsageError(f"strategy {chosen} shards nothing, and the mesh has a shard axis of {axes.shard.size}; leave "
+                         f"mesh out, or use zero1, zero2 or zero3")
+    return Engine(model, optimizer, chosen, world, axes, units, buffers)
+
+
+def _strategy(given: Strategy | str | None) -> Strategy:
+    """What was given, and what the run was started with: one of them, or both if they agree."""
+    ours = None if given is None else Strategy.parse(given)
+    text = os.environ.get("DPLAB_STRATEGY")
+    runs = Strategy.parse(text) if text else None
+    if ours is not None and runs is not None and ours != runs:
+        raise UsageError(f"parallelize was given strategy {str(ours)!r} and the run was launched with {str(runs)!r}; "
+                         f"leave one of them out")
+    return ours or runs or Strategy()

@@ -1,0 +1,13 @@
+"""What a run is asked to do, as values: placements, precision, strategy, run.
+
+Everything here is frozen, checked when it is made, and survives a round trip through a dict (JSON) and,
+for a strategy, through its one-line form. No torch: a planner, a notebook and a command line share these.
+"""
+
+from dplab.specs.precision import DTYPE_BYTES, PRECISIONS, Precision
+from dplab.specs.run_spec import RunSpec
+from dplab.specs.sharding import DDP, SHARDINGS, ZERO1, ZERO2, ZERO3, Placement, Sharding
+from dplab.specs.strategy import RECOMPUTE, AccumulateMode, Strategy
+
+__all__ = ["DDP", "DTYPE_BYTES", "PRECISIONS", "RECOMPUTE", "SHARDINGS", "ZERO1", "ZERO2", "ZERO3", "AccumulateMode",
+           "Placement", "Precision", "RunSpec", "Sharding", "Strategy"]
