@@ -117,6 +117,7 @@ class Sampler:
     """Takes the gauges of one rank, twice a second or so: each reading is what was used since the last."""
 
     def __init__(self, pid: int, local_rank: int, gpus: Gpus, visible_gpus: list[int]) -> None:
+        self._meter = process.Meter(pid)
         self.pid = pid
         self._gpus = gpus
         self._index = visible_gpus[local_rank % len(visible_gpus)] if visible_gpus else None
@@ -124,7 +125,7 @@ class Sampler:
 
     def sample(self) -> dict[str, dict[str, float]]:
         """Gauges by name, `utilization` and `process`; empty where the process has ended."""
-        now, usage = time.monotonic(), process.usage(self.pid)
+        now, usage = time.monotonic(), self._meter.read()
         if usage is None:
             return {}
         busy: dict[str, float] = {}

@@ -133,3 +133,31 @@ def test_private_bytes_are_what_the_process_alone_holds() -> None:
     assert after is not None
     assert 45_000_000 < after.private - before.private < 60_000_000
     assert len(block) == 50_000_000
+
+
+def test_between_walks_of_all_pages_private_bytes_follow_the_anonymous_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    walks: list[int] = []
+    walk = process._private_linux
+    monkeypatch.setattr(process, "_private_linux", lambda pid: walks.append(pid) or walk(pid))
+    monkeypatch.setattr(process.Meter, "WALKING", 1e-9)
+    meter = process.Meter(os.getpid())
+    before = meter.read()
+    block = bytearray(b"x") * 50_000_000
+    after = meter.read()
+    assert walks == [os.getpid()]
+    assert before is not None
+    assert after is not None
+    assert 45_000_000 < after.private - before.private < 60_000_000
+    assert len(block) == 50_000_000
+
+
+def test_pages_are_walked_again_once_that_costs_little_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    walks: list[float] = []
+    clock = iter([0.0, 0.01, 5.0, 11.0, 11.02, 12.0])
+    monkeypatch.setattr(process.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(process, "_private_linux", lambda pid: walks.append(pid) or 1000)
+    monkeypatch.setattr(process.Meter, "WALKING", 0.001)
+    meter = process.Meter(os.getpid())
+    for expected in (1, 1, 2, 2):            # read at 0, 5, 11 and 12 seconds; a walk took 10 and 20 ms
+        meter.read()
+        assert len(walks) == expected
