@@ -22,20 +22,23 @@ MAY_IMPORT = {
     "specs": {"errors"},
     "layout": PURE,
     "resources": {"errors"},
+    "quantities": {"errors"},
+    "cards": {"errors", "resources"},
+    "topology": PURE | {"layout", "cards", "quantities"},
     "telemetry": PURE | {"layout"},
-    "planner": PURE | {"layout", "telemetry", "resources"},
-    "wire": PURE | {"layout", "telemetry"},
+    "planner": PURE | {"layout", "telemetry", "resources", "cards", "quantities", "topology"},
+    "wire": PURE | {"layout", "telemetry", "topology"},
     "core": PURE | {"layout", "wire", "telemetry"},
     "checkpoint": PURE | {"layout", "wire", "telemetry", "core"},
-    "engine": PURE | {"layout", "wire", "telemetry", "core", "checkpoint"},
+    "engine": PURE | {"layout", "wire", "telemetry", "core", "checkpoint", "topology"},
     "workloads": PURE | {"layout", "wire", "telemetry", "core", "engine", ""},
     "peers": PURE | {"layout", "wire", "telemetry", "core", "engine", "workloads", ""},
     "launcher": PURE | {"telemetry", "views", "diagnosis", "widgets", ""},
     "diagnosis": PURE | {"layout", "telemetry", "views"},
     "views": PURE | {"layout", "telemetry", "planner"},
-    "widgets": PURE | {"views", "launcher", "telemetry", "planner", ""},
-    "commands": PURE | {"telemetry", "planner", "views", "launcher", "resources", "workloads.catalog",
-                        "workloads.corpora", "workloads.races", "peers.catalog", "wire.world", "commands", ""},
+    "widgets": PURE | {"views", "launcher", "telemetry", "planner", "cards", ""},
+    "commands": PURE | {"telemetry", "planner", "views", "launcher", "resources", "cards", "topology",
+                        "workloads.catalog", "workloads.corpora", "workloads.races", "peers.catalog", "wire.world", "commands", ""},
     "cli": PURE | {"commands", ""},
     "__main__": {"cli"},
     "": PURE | {"checkpoint", "engine", "launcher", "planner", "telemetry", "wire", "workloads"},
@@ -44,8 +47,8 @@ MAY_IMPORT = {
 ALSO = {"planner.calibrate": {""}}
 """What single modules may import besides: calibration launches ranks, by the public name."""
 
-NO_TORCH = ("errors", "specs", "layout", "resources", "telemetry", "planner", "views", "diagnosis", "widgets",
-            "commands", "cli", "workloads.catalog", "workloads.corpora", "peers.catalog", "checkpoint.manifest",
+NO_TORCH = ("errors", "specs", "layout", "resources", "quantities", "cards", "topology", "telemetry", "planner", "views",
+            "diagnosis", "widgets", "commands", "cli", "workloads.catalog", "workloads.corpora", "peers.catalog", "checkpoint.manifest",
             "launcher.launch", "launcher.run")
 
 
@@ -70,8 +73,10 @@ def imports(path: Path, *, top_only: bool = False) -> set[str]:
                 parents = MODULES[path].split(".")
                 parents = parents[: len(parents) - node.level + (path.name == "__init__.py")]
                 base = ".".join([*parents, *([base] if base else [])])
-            found.add(base)
-            found.update(f"{base}.{alias.name}" for alias in node.names)
+            names = {f"{base}.{alias.name}" for alias in node.names}
+            found |= names
+            if base != "dplab" or not all(map(is_module, names)):      # else the package gives modules, no names
+                found.add(base)
     return {name for name in found if name.split(".")[0] != "dplab" or is_module(name)}
 
 

@@ -39,7 +39,7 @@ def add(verbs: Verbs) -> None:
 def plan(args: argparse.Namespace) -> Answer:
     """The best plans, or with --report the planner's own errors, with --list what it knows."""
     if args.list:
-        from dplab.planner import cards
+        from dplab import cards
 
         known = {kind: cards.names(kind) for kind in ("models", "hardware")}
         return Answer(known, "\n".join(f"{kind}: {', '.join(names)}" for kind, names in known.items()))

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from dplab import cards
 from dplab.errors import UsageError
-from dplab.planner import cards
 from dplab.planner.profile import Block, Profile
 
 

@@ -7,9 +7,11 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from dplab import cards, topology
 from dplab.errors import UsageError
-from dplab.planner import cards, machine
+from dplab.planner import machine
 from dplab.planner.machine import Machine
+from dplab.quantities import rate
 
 CONTENTION = 0.126
 """Seconds that compute loses to a second of collective hidden behind it: measured by Hetu-Galvatron on A100."""
@@ -121,8 +123,8 @@ def cluster(text: str | Cluster, *, network: str | None = None, per_node: int | 
         raise UsageError(f"cluster {text!r}: {count} GPUs do not fill nodes of {in_node}; use {low} or "
                          f"{low + in_node} GPUs, or give another number a node")
     speed = rate(network, what="network") if network is not None else card["network_gb_s"] * 1e9
-    return Cluster(gpu=_gpu(card), count=count, per_node=min(in_node, count), link=card["link_gb_s"] * 1e9,
-                   network=speed)
+    return Cluster(gpu=_gpu(card), count=count, per_node=min(in_node, count),
+                   link=topology.link(card["link"]).bandwidth, network=speed)
 
 
 def of_machine(measured: Machine, ranks: int | None = None, backend: str | None = None) -> Cluster:
@@ -147,37 +149,3 @@ def _gpu(card: dict[str, Any]) -> Gpu:
     return Gpu(name=card["name"], peak={name: value * 1e12 for name, value in card["peak_tflops"].items()},
                sustained=card["sustained"], flash=tuple(card["flash"]), memory=card["usable_gib"] * 2**30,
                memory_bandwidth=card["memory_bandwidth_gb_s"] * 1e9, multiprocessors=card["multiprocessors"])
-
-
-_SCALES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30,
-           "Ti": 2.0**40}
-
-
-def rate(text: str, *, what: str) -> float:
-    """Bytes a second from `50GB/s` or `400Gb/s` (a capital B is bytes, a small b bits)."""
-    value, form = _quantity(text, r"([bB])(?:/s|ps)", what=what,
-                            write="50GB/s (bytes) or 400Gb/s (bits), one direction and GPU")
-    return value / (8 if form[3] == "b" else 1)
-
-
-def size(text: str, *, what: str) -> float:
-    """Bytes from `80GB` (1e9) or `79GiB` (2^30)."""
-    return _quantity(text, "B", what=what, write="80GB (1e9 bytes) or 75GiB (2^30 bytes)")[0]
-
-
-def _quantity(text: str, unit: str, *, what: str, write: str) -> tuple[float, re.Match[str]]:
-    """A number above 0 with its scale taken in, and the match. UsageError for any other text, saying what to write."""
-    form = re.fullmatch(rf"([\d.]+)\s*([kMGT]i?|){unit}", text.strip())
-    value = _value(form)
-    if form is None or value is None:
-        raise UsageError(f"{what} {text!r} is no number above 0 with its unit; write {write}")
-    return value * _SCALES[form[2]], form
-
-
-def _value(form: re.Match[str] | None) -> float | None:
-    """The number of a match, None where there is none above 0."""
-    try:
-        value = float(form[1]) if form else 0.0
-    except ValueError:
-        return None
-    return value if value > 0 else None

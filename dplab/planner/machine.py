@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
+from dplab import cards
 from dplab.errors import UsageError
-from dplab.planner import cards
 from dplab.telemetry.files import write_json
 
 SCHEMA = 1

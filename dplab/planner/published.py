@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from dplab.planner import cards, configs, hardware
+from dplab import cards
+from dplab.planner import configs, hardware
 from dplab.planner.hardware import Cluster
 from dplab.planner.profile import Profile
 from dplab.planner.recipes import Recipe, recipe

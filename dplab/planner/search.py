@@ -13,7 +13,7 @@ import numpy as np
 from dplab.errors import UsageError
 from dplab.planner import configs, cost, grid, memory, unequal
 from dplab.planner.grid import Rejected, Space
-from dplab.planner.hardware import Cluster, size
+from dplab.planner.hardware import Cluster
 from dplab.planner.hardware import cluster as parse_cluster
 from dplab.planner.plans import Plan, Plans
 from dplab.planner.profile import Profile
@@ -22,6 +22,7 @@ from dplab.planner.recipes import recipe as named_recipe
 from dplab.planner.simulate import simulate
 from dplab.planner.split import Split
 from dplab.planner.unequal import Mixed
+from dplab.quantities import size
 from dplab.specs import PRECISIONS
 
 HEADROOM = 0.05

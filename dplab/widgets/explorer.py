@@ -16,7 +16,8 @@ except ImportError as error:
     raise UsageError(f"the explorer needs {error.name}, which is not installed; install dplab's extra 'lab' "
                      f"(pip install 'dplab[lab]'), or call dplab.plan") from error
 
-from dplab.planner import cards, search, unequal
+from dplab import cards
+from dplab.planner import search, unequal
 from dplab.planner.configs import model as profile_of
 from dplab.planner.hardware import Cluster
 from dplab.planner.hardware import cluster as parse_cluster

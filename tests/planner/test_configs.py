@@ -7,8 +7,9 @@ import re
 
 import pytest
 
+from dplab import cards
 from dplab.errors import UsageError
-from dplab.planner import cards, configs
+from dplab.planner import configs
 
 EXACT = {
     "gpt2": 124_439_808, "gpt2-medium": 354_823_168, "gpt2-large": 774_030_080, "gpt2-xl": 1_557_611_200,
