@@ -38,7 +38,8 @@ MAY_IMPORT = {
     "views": PURE | {"layout", "telemetry", "planner"},
     "widgets": PURE | {"views", "launcher", "telemetry", "planner", "cards", ""},
     "commands": PURE | {"telemetry", "planner", "views", "launcher", "resources", "cards", "topology",
-                        "workloads.catalog", "workloads.corpora", "workloads.races", "peers.catalog", "wire.world", "commands", ""},
+                        "workloads.catalog", "workloads.corpora", "workloads.races", "peers.catalog", "wire.world",
+                        "commands", ""},
     "cli": PURE | {"commands", ""},
     "__main__": {"cli"},
     "": PURE | {"checkpoint", "engine", "launcher", "planner", "telemetry", "wire", "workloads"},
@@ -47,9 +48,9 @@ MAY_IMPORT = {
 ALSO = {"planner.calibrate": {""}}
 """What single modules may import besides: calibration launches ranks, by the public name."""
 
-NO_TORCH = ("errors", "specs", "layout", "resources", "quantities", "cards", "topology", "telemetry", "planner", "views",
-            "diagnosis", "widgets", "commands", "cli", "workloads.catalog", "workloads.corpora", "peers.catalog", "checkpoint.manifest",
-            "launcher.launch", "launcher.run")
+NO_TORCH = ("errors", "specs", "layout", "resources", "quantities", "cards", "topology", "telemetry", "planner",
+            "views", "diagnosis", "widgets", "commands", "cli", "workloads.catalog", "workloads.corpora",
+            "peers.catalog", "checkpoint.manifest", "launcher.launch", "launcher.run")
 
 
 def imports(path: Path, *, top_only: bool = False) -> set[str]:
