@@ -22,6 +22,10 @@ from dplab.planner.split import Split
 RANKS = 2
 QUICK_SECONDS, FULL_SECONDS = 0.05, 1.2
 """Seconds for one figure."""
+MICRO_BATCHES = (1, 8)
+"""Samples of the two passes that a pace goes through."""
+_LEAST = 1e-6
+"""Seconds of a pass at the least, where noise says less."""
 _PROGRAM = "dplab.workloads.gauges:measure"
 _QUARTER = 0.25
 """The quantile that stands for a figure: a process that took a core for a while adds to some repetitions, never takes
@@ -65,7 +69,7 @@ def _measured(backend: str, *, quick: bool, whole: bool) -> dict[str, Any]:
 
     run = dplab.launch(_PROGRAM, world_size=RANKS, backend=backend, detach=False, label="calibration", kwargs={
         "budget": QUICK_SECONDS if quick else FULL_SECONDS, "least": 3 if quick else 5,
-        "micro_batches": ((1, 2) if quick else (1, 8)) if whole else None})
+        "micro_batches": MICRO_BATCHES if whole else None})
     try:
         figures: dict[str, Any] = run.wait()[0]
     except BaseException:
@@ -96,21 +100,22 @@ def assemble(told: Sequence[dict[str, Any]], *, load: float, date: str) -> Machi
         contention={run["backend"]: machine.share_lost(**run["overlap"]) for run in told})
 
 
-def _paces(units: dict[str, list[dict[str, Any]]], gemm: dict[str, Any],
-           copy: float) -> tuple[dict[str, Pace], float]:
+def _paces(units: dict[str, Any], gemm: dict[str, Any], copy: float) -> tuple[dict[str, Pace], float]:
     """Paces of the benchmark GPT's layer and of what stands around its layers, each through two micro-batches; and the
     bytes that a layer saves for a sample, the input that the layer before it made counted once."""
     profile, program = configs.model("bench-gpt"), RECIPES["dplab"]
     points: dict[str, list[tuple[float, float]]] = {}
-    for unit, rows in units.items():
-        for row in rows:
-            alone = compute.alone(profile, Split(micro_batch=row["micro_batch"]), program, gemm=gemm, copy=copy)
-            for way in ("forward", "backward"):
-                points.setdefault(f"{unit}_{way}", []).append((float(alone[f"{unit}_{way}"]), figure(row[way])))
-    last = units["layer"][-1]
+    for micro_batch in sorted({row["micro_batch"] for row in units["passes"]}):
+        shallow, deep = sorted((row for row in units["passes"] if row["micro_batch"] == micro_batch),
+                               key=lambda row: int(row["layers"]))
+        alone = compute.alone(profile, Split(micro_batch=micro_batch), program, gemm=gemm, copy=copy)
+        for way in ("forward", "backward"):
+            layer = max(_LEAST, (figure(deep[way]) - figure(shallow[way])) / (deep["layers"] - shallow["layers"]))
+            ends = max(_LEAST, figure(shallow[way]) - shallow["layers"] * layer)
+            for unit, taken in (("layer", layer), ("ends", ends)):
+                points.setdefault(f"{unit}_{way}", []).append((float(alone[f"{unit}_{way}"]), taken))
     boundary = 4 * profile.sequence * profile.hidden
-    return ({name: Pace.through(two) for name, two in points.items()},
-            last["saved_bytes"] / last["micro_batch"] + boundary)
+    return {name: Pace.through(two) for name, two in points.items()}, units["saved_bytes"] + boundary
 
 
 def figure(seconds: Sequence[float]) -> float:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextvars import copy_context
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,6 +19,7 @@ import dplab
 from dplab.core import saved
 from dplab.telemetry.recorder import NULL
 from dplab.wire.collectives import Collectives, Counters, Pending
+from dplab.wire.world import World, adopt
 from dplab.workloads import models
 
 GEMMS = ((64, 64, 64), (128, 128, 128), (256, 256, 256), (512, 512, 512), (1024, 512, 1024))
@@ -31,6 +33,8 @@ COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather")
 OPTIMIZED = (2**18, 2**21)
 """Parameters that the optimizer steps."""
 MODEL = "bench-gpt"
+DEPTHS = (1, 3)
+"""Layers of the two nets whose passes are timed."""
 _MOST = 400
 """Repetitions of one figure."""
 
@@ -101,24 +105,46 @@ def _copy(bench: _Bench) -> dict[str, Any]:
     return {"bytes": 2 * source.nbytes, "seconds": bench.seconds(lambda: target.copy_(source))}
 
 
-def _units(bench: _Bench, micro_batches: tuple[int, int]) -> dict[str, list[dict[str, Any]]]:
-    """Forward and backward of a layer of the benchmark GPT, and of what stands around its layers (embedding, norm,
-    head, loss), at two micro-batches; and the bytes that autograd saves."""
-    net, ends = models.build(MODEL, layers=1), models.build(MODEL, layers=0)
-    assert isinstance(net, models.GPT)
-    assert isinstance(ends, models.GPT)
-    told: dict[str, list[dict[str, Any]]] = {"layer": [], "ends": []}
+def _units(bench: _Bench, micro_batches: tuple[int, int]) -> dict[str, Any]:
+    """Passes of the benchmark GPT at two depths and two micro-batches, the depths in turns; what they differ by is the
+    layers. And the bytes that autograd saves in a layer for one sample."""
+    rows = []
     for micro_batch in micro_batches:
-        tokens = torch.randint(0, 256, (micro_batch, ends.sequence))
-        hidden = torch.randn(micro_batch, ends.sequence, ends.norm.weight.numel()).requires_grad_()
-        told["layer"].append({"micro_batch": micro_batch, **_passes(bench, net.blocks[0], (hidden,))})
-        told["ends"].append({"micro_batch": micro_batch, **_passes(bench, ends, (tokens, tokens))})
-    return told
+        nets = {depth: _Training(depth, micro_batch) for depth in DEPTHS}
+        turns = bench.turns({f"{depth} {call.__name__}": call for depth, net in nets.items()
+                             for call in (net.forward, net.backward, net.step)})
+        rows += [{"micro_batch": micro_batch, "layers": depth, "forward": turns[f"{depth} forward"],
+                  "backward": turns[f"{depth} backward"]} for depth in DEPTHS]
+    return {"passes": rows, "saved_bytes": _saved_bytes()}
 
 
-def _passes(bench: _Bench, module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> dict[str, Any]:
-    """A module's two passes, and what is kept between them besides its weights and its input."""
-    own = {tensor.untyped_storage().data_ptr() for tensor in (*module.parameters(), *inputs)}
+class _Training:
+    """A benchmark GPT in the engine, as it trains, but with no other rank in its world: nothing is sent."""
+
+    def __init__(self, layers: int, micro_batch: int) -> None:
+        context = copy_context()
+        context.run(adopt, World(0, 1, 0, torch.device("cpu"), "solo"))
+        net = models.build(MODEL, layers=layers)
+        assert isinstance(net, models.GPT)
+        self.engine = context.run(dplab.parallelize, net, partial(torch.optim.AdamW, lr=1e-6), "ddp")
+        self.tokens = torch.randint(0, 256, (micro_batch, net.sequence))
+
+    def forward(self) -> None:
+        self.loss = self.engine(self.tokens, self.tokens)
+
+    def backward(self) -> None:
+        self.engine.backward(self.loss)
+
+    def step(self) -> None:
+        self.engine.step()
+
+
+def _saved_bytes() -> int:
+    """Of a layer for one sample, besides its weights and its input."""
+    net = models.build(MODEL, layers=1)
+    assert isinstance(net, models.GPT)
+    hidden = torch.randn(1, net.sequence, net.norm.weight.numel()).requires_grad_()
+    own = {tensor.untyped_storage().data_ptr() for tensor in (*net.parameters(), hidden)}
     kept: dict[int, int] = {}
 
     def take(tensor: torch.Tensor) -> None:
@@ -127,19 +153,8 @@ def _passes(bench: _Bench, module: torch.nn.Module, inputs: tuple[torch.Tensor, 
             kept[storage.data_ptr()] = storage.nbytes()
 
     with saved.hooks(take):
-        out = [module(*inputs)]
-    given = torch.ones_like(out[0])
-    out[0].backward(given)
-
-    def forward() -> None:
-        out[0] = module(*inputs)
-
-    def ready() -> None:
-        module.zero_grad()
-        forward()
-
-    return {"saved_bytes": sum(kept.values()), "forward": bench.seconds(forward),
-            "backward": bench.seconds(lambda: out[0].backward(given), ready)}
+        net.blocks[0](hidden)
+    return sum(kept.values())
 
 
 def _optimizer(bench: _Bench) -> list[dict[str, Any]]:

@@ -38,18 +38,18 @@ def repeated(seconds):
 def figures(backend="gloo", contention=0.25):
     """What the ranks of such a machine would report."""
     gemm = {"fp32": [[flops, flops / RATE] for flops in (1e5, 1e9)]}
-    units = {"layer": [], "ends": []}
+    passes = []
     for micro_batch in (1, 4):
         alone = compute.alone(configs.model("bench-gpt"), Split(micro_batch=micro_batch), RECIPES["dplab"], gemm=gemm,
                               copy=COPY)
-        for unit, rows in units.items():
-            rows.append({"micro_batch": micro_batch, "saved_bytes": 7000 * micro_batch, **{
-                way: repeated(FIXED + PACE[f"{unit}_{way}"] * float(alone[f"{unit}_{way}"]))
-                for way in ("forward", "backward")}})
+        taken = {name: FIXED + PACE[name] * float(seconds) for name, seconds in alone.items()}
+        passes += [{"micro_batch": micro_batch, "layers": layers, **{
+            way: repeated(layers * taken[f"layer_{way}"] + taken[f"ends_{way}"]) for way in ("forward", "backward")}}
+            for layers in (1, 3)]
     sizes = (1e4, 1e6, 1e8)
     return {"backend": backend, "ranks": 2, "torch": "2.13", "threads": 1,
             "gemm": {"fp32": [{"flops": flops, "seconds": repeated(taken)} for flops, taken in gemm["fp32"]]},
-            "copy": {"bytes": 1e8, "seconds": repeated(1e8 / COPY)}, "units": units,
+            "copy": {"bytes": 1e8, "seconds": repeated(1e8 / COPY)}, "units": {"passes": passes, "saved_bytes": 7000},
             "optimizer": [{"parameters": count, "seconds": repeated(1e-3 + 4e-9 * count)} for count in (1e5, 1e6)],
             "wire": {name: [{"bytes": size, "seconds": repeated(LATENCY + size / WIRE)} for size in sizes]
                      for name in ("all_reduce", "reduce_scatter", "all_gather")},
