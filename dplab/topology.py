@@ -12,12 +12,14 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 from dplab import cards, quantities
 from dplab.errors import UsageError
 from dplab.specs.checks import check, is_int, is_positive
 
+LinkClass = Literal["inside", "across"]
+"""Where what a rank sends goes: to another rank of its host, or to another host."""
 PASSES = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1}
 """How often (N-1)/N of the tensor travels over each edge of the ring."""
 MOST = 65536
@@ -71,24 +73,67 @@ class Load:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Topology:
-    """`devices` in rank order. Every rank has a port to the others of its host (`inside`); every host has `nics`
-    network cards, all of kind `across`, which its ranks share: the k-th of G ranks sends through card k x nics / G."""
+class Hosts:
+    """On which host each rank is: `devices` in rank order."""
 
     devices: tuple[Device, ...]
+
+    def __post_init__(self) -> None:
+        known = sorted({device.host for device in self.devices})
+        if not known or known != list(range(len(known))) or [d.rank for d in self.devices] != list(range(self.size)):
+            raise UsageError(f"{type(self).__name__}(devices=...) needs ranks 0, 1, ... in order on hosts 0, 1, ...; "
+                             f"got {[(device.rank, device.host) for device in self.devices]}")
+
+    @property
+    def size(self) -> int:
+        """Ranks."""
+        return len(self.devices)
+
+    @cached_property
+    def hosts(self) -> int:
+        """Hosts."""
+        return len(self._per_host)
+
+    @cached_property
+    def _per_host(self) -> Counter[int]:
+        return Counter(device.host for device in self.devices)
+
+    def grid(self) -> list[list[int]]:
+        """Ranks of every host, host by host. UsageError where there are not several hosts of several ranks each,
+        as many on every one."""
+        rows = [[device.rank for device in self.devices if device.host == host] for host in range(self.hosts)]
+        if len(rows) < 2 or len(rows[0]) < 2 or len({len(row) for row in rows}) > 1:
+            told = ", ".join(map(str, map(len, rows)))
+            raise UsageError(f"hybrid needs several hosts with the same number of ranks, more than one, on each; here "
+                             f"are {told} rank{'s' * (len(rows) > 1 or len(rows[0]) > 1)} on {len(rows)} "
+                             f"host{'s' * (len(rows) > 1)}: give such a topology (2x2@10gbe), or leave hybrid out")
+        return rows
+
+    def link_class(self, rank: int, ranks: Sequence[int]) -> LinkClass:
+        """`inside` or `across`: where what `rank` sends in a ring over `ranks` goes."""
+        ring = self._ring(ranks)
+        follower = ring[(ring.index(rank) + 1) % len(ring)]
+        return "inside" if self.devices[rank].host == self.devices[follower].host else "across"
+
+    def _ring(self, ranks: Sequence[int]) -> list[int]:
+        return sorted(ranks, key=lambda rank: (self.devices[rank].host, rank))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Topology(Hosts):
+    """Every rank has a port to the others of its host (`inside`); every host has `nics`
+    network cards, all of kind `across`, which its ranks share: the k-th of G ranks sends through card k x nics / G."""
+
     inside: Link
     across: Link | None = None
     nics: int = 1
     text: str = ""
 
     def __post_init__(self) -> None:
-        hosts = sorted({device.host for device in self.devices})
-        if not hosts or hosts != list(range(len(hosts))) or [d.rank for d in self.devices] != list(range(self.size)):
-            raise UsageError(f"Topology(devices=...) needs ranks 0, 1, ... in order on hosts 0, 1, ...; got "
-                             f"{[(device.rank, device.host) for device in self.devices]}")
+        super().__post_init__()
         check("nics", self.nics, is_int(self.nics) and self.nics >= 1, "an integer >= 1", what="Topology")
-        if len(hosts) > 1 and self.across is None:
-            raise UsageError(f"Topology(across=None) with {len(hosts)} hosts: name the link between hosts")
+        if self.hosts > 1 and self.across is None:
+            raise UsageError(f"Topology(across=None) with {self.hosts} hosts: name the link between hosts")
 
     @classmethod
     def of(cls, hosts: int, ranks: int, *, inside: Link, across: Link | None = None, **more: Any) -> Topology:
@@ -160,20 +205,6 @@ class Topology:
         return told + (f", {self.inside.name} inside" if counts[-1] > 1 else "")
 
     @property
-    def size(self) -> int:
-        """Ranks."""
-        return len(self.devices)
-
-    @cached_property
-    def hosts(self) -> int:
-        """Hosts."""
-        return len(self._per_host)
-
-    @cached_property
-    def _per_host(self) -> Counter[int]:
-        return Counter(device.host for device in self.devices)
-
-    @property
     def wires(self) -> int:
         """Links, by number: a port for every rank, then the cards of every host."""
         return self.size + self.hosts * self.nics
@@ -183,23 +214,6 @@ class Topology:
         if size != self.size:
             raise UsageError(f"topology {self.text or str(self)!r} has {self.size} ranks ({self}), and the world has "
                              f"{size}; start {self.size} ranks, or give another topology")
-
-    def grid(self) -> list[list[int]]:
-        """Ranks of every host, host by host. UsageError where there are not several hosts of several ranks each,
-        as many on every one."""
-        rows = [[device.rank for device in self.devices if device.host == host] for host in range(self.hosts)]
-        if len(rows) < 2 or len(rows[0]) < 2 or len({len(row) for row in rows}) > 1:
-            told = ", ".join(map(str, map(len, rows)))
-            raise UsageError(f"hybrid needs several hosts with the same number of ranks, more than one, on each; here "
-                             f"are {told} rank{'s' * (len(rows) > 1 or len(rows[0]) > 1)} on {len(rows)} "
-                             f"host{'s' * (len(rows) > 1)}: give such a topology (2x2@10gbe), or leave hybrid out")
-        return rows
-
-    def link_class(self, rank: int, ranks: Sequence[int]) -> str:
-        """`inside` or `across`: where what `rank` sends in a ring over `ranks` goes."""
-        ring = self._ring(ranks)
-        follower = ring[(ring.index(rank) + 1) % len(ring)]
-        return "inside" if self.devices[rank].host == self.devices[follower].host else "across"
 
     def loads(self, collective: str, nbytes: float, ranks: Sequence[int] | None = None, *,
               source: int = 0) -> dict[int, Load]:
@@ -237,9 +251,6 @@ class Topology:
                 work[wire] = work.get(wire, 0.0) + load.seconds
         return (self.seconds("reduce_scatter", nbytes, grid[0]) + max(work.values())
                 + self.seconds("all_gather", nbytes, grid[0]))
-
-    def _ring(self, ranks: Sequence[int]) -> list[int]:
-        return sorted(ranks, key=lambda rank: (self.devices[rank].host, rank))
 
     def _carry(self, found: dict[int, Load], giver: int, taker: int, ring: list[int],
                message: tuple[float, int]) -> None:

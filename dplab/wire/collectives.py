@@ -4,11 +4,13 @@ Every call works in place on a flat tensor that is the same length on every rank
 `all_gather` rank r's segment is the r-th equal slice; the others are the wire's to overwrite. A call issues
 and returns a `Pending`; its `wait()` makes the result visible. Along an axis of one rank nothing is sent.
 
-`bytes` are those that this rank sends. Below stands a `Transport`: gloo, nccl, shm or threads.
+`bytes` are those that this rank sends. Below stands a `Transport`: gloo, nccl, shm or threads, or links that are
+emulated over one of these.
 """
 
 from __future__ import annotations
 
+import copy
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,6 +19,7 @@ from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 import torch
 
 from dplab.telemetry.recorder import Recorder, now
+from dplab.topology import LinkClass
 
 Purpose = Literal["grads", "params", "buffers", "control", "init"]
 Op = Literal["sum", "max"]
@@ -50,6 +53,7 @@ class Transport(Protocol):
     def all_reduce(self, flat: torch.Tensor, op: Op) -> Work: ...
     def reduce_scatter(self, flat: torch.Tensor, out: torch.Tensor) -> Work: ...
     def all_gather(self, flat: torch.Tensor) -> Work: ...
+    def all_to_all(self, flat: torch.Tensor, out: torch.Tensor) -> Work: ...
     def broadcast(self, flat: torch.Tensor, source: int) -> Work: ...
     def gather_objects(self, value: Any) -> list[Any]: ...
 
@@ -81,6 +85,10 @@ class Pending:
         if self._work is not None:
             _ = self._work.done_at
 
+    def push(self) -> bool:
+        """Goes on to the next of several collectives that follow each other; True while there is one."""
+        return False
+
     def wait(self) -> None:
         """Blocks until the result is in place, and records the collective."""
         if self._work is None:
@@ -98,11 +106,24 @@ DONE = Pending()
 
 
 @dataclass
+class Part:
+    """What a collective serves. `row`: under which name it counts, where it is a part of a larger one."""
+
+    purpose: Purpose = "grads"
+    bucket: int | None = None
+    filled: int | None = None
+    row: str | None = None
+    counted: bool = False
+
+
+@dataclass
 class Counters:
     """What this rank has sent, by collective: `count`, `bytes`, and `modelled` where the bytes are a formula's.
 
-    Gradients and parameters count under the collective's name; control messages and the broadcasts at wrap
-    are rows of their own (`control`, `init`), so that the rest compares with theory.
+    Where the hosts are known, `inside` and `across` tell to where: what a ring over the group sends from this rank
+    to the next. A collective made of others counts once, with the bytes of all its parts. Gradients and parameters
+    count under the collective's name; control messages and the broadcasts at wrap are rows of their own (`control`,
+    `init`), so that the rest compares with theory.
     """
 
     rows: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -115,12 +136,18 @@ class Counters:
 
     LONGEST: ClassVar = 4096
 
-    def add(self, name: str, purpose: Purpose, nbytes: int, modelled: bool) -> None:
-        row = self.rows.setdefault(name if purpose in ("grads", "params") else purpose, {"count": 0, "bytes": 0})
-        row["count"] += 1
+    def add(self, name: str, part: Part, nbytes: int, *, modelled: bool, link: LinkClass | None) -> None:
+        row = self.row(part.row or name, part.purpose)
+        row["count"] += not part.counted
         row["bytes"] += nbytes
+        part.counted = part.row is not None
         if modelled:
             row["modelled"] = True
+        if link is not None:
+            row[link] = row.get(link, 0) + nbytes
+
+    def row(self, name: str, purpose: Purpose) -> dict[str, Any]:
+        return self.rows.setdefault(name if purpose in ("grads", "params") else purpose, {"count": 0, "bytes": 0})
 
     def note(self, name: str, flat: torch.Tensor, label: str) -> None:
         call = f"{name} of {flat.numel()} {str(flat.dtype).removeprefix('torch.')} for {label or 'nobody'}"
@@ -130,10 +157,15 @@ class Counters:
 
 
 class Collectives:
-    """The collectives along one axis. Several axes of a rank share `counters`."""
+    """The collectives along one axis. Several axes of a rank share `counters`. `link`: where what it sends goes."""
 
-    def __init__(self, transport: Transport, counters: Counters, recorder: Recorder) -> None:
-        self.transport, self.counters, self.recorder = transport, counters, recorder
+    pieces = 1
+    """Into how many equal pieces a tensor must divide that it all-reduces."""
+
+    def __init__(self, transport: Transport, counters: Counters, recorder: Recorder, *,
+                 link: LinkClass | None = None) -> None:
+        self.transport, self.counters, self.recorder, self.link = transport, counters, recorder, link
+        self._part: Part | None = None
         self.rank, self.size = transport.rank, transport.size
         self._labelled = transport if isinstance(transport, Labelled) else None
         self._housing = transport if isinstance(transport, Housing) else None
@@ -141,7 +173,8 @@ class Collectives:
     def all_reduce(self, flat: torch.Tensor, *, op: Op = "sum", purpose: Purpose = "grads",
                    bucket: int | None = None, filled: int | None = None) -> Pending:
         """Every rank ends with the sum (or maximum) over ranks. Sends 2 (N-1)/N of the tensor."""
-        return self._issue("all_reduce", lambda: self.transport.all_reduce(flat, op), flat, 2, purpose, bucket, filled)
+        return self._issue("all_reduce", lambda: self.transport.all_reduce(flat, op), flat, 2,
+                           Part(purpose, bucket, filled))
 
     def reduce_scatter(self, flat: torch.Tensor, out: torch.Tensor | None = None, *, bucket: int | None = None,
                        filled: int | None = None) -> Pending:
@@ -153,8 +186,8 @@ class Collectives:
         target = own if out is None else out
         if self.size == 1 and target is not own:
             target.copy_(own)
-        return self._issue("reduce_scatter", lambda: self.transport.reduce_scatter(flat, target), flat, 1, "grads",
-                           bucket, filled)
+        return self._issue("reduce_scatter", lambda: self.transport.reduce_scatter(flat, target), flat, 1,
+                           Part("grads", bucket, filled))
 
     def all_gather(self, flat: torch.Tensor, own: torch.Tensor | None = None, *, purpose: Purpose = "params",
                    bucket: int | None = None) -> Pending:
@@ -162,16 +195,28 @@ class Collectives:
 
         `own` must not be written before the pending has been waited for.
         """
-        housing = self._housing
+        housing, part = self._housing, Part(purpose, bucket)
         if own is None or housing is None or housing is not self.transport or self.size == 1:
             if own is not None:
                 self.segment(flat).copy_(own)
-            return self._issue("all_gather", lambda: self.transport.all_gather(flat), flat, 1, purpose, bucket, None)
-        return self._issue("all_gather", lambda: housing.all_gather(flat, own), flat, 1, purpose, bucket, None)
+            return self._issue("all_gather", lambda: self.transport.all_gather(flat), flat, 1, part)
+        return self._issue("all_gather", lambda: housing.all_gather(flat, own), flat, 1, part)
+
+    def all_to_all(self, flat: torch.Tensor, out: torch.Tensor) -> Pending:
+        """Rank r's s-th equal slice of `flat` becomes rank s's r-th of `out`. Sends (N-1)/N of `flat`."""
+        if self.size == 1:
+            out.copy_(flat)
+        return self._issue("all_to_all", lambda: self.transport.all_to_all(flat, out), flat, 1, Part())
 
     def broadcast(self, flat: torch.Tensor, *, source: int = 0, purpose: Purpose = "init") -> Pending:
         """Every rank ends with rank `source`'s values."""
-        return self._issue("broadcast", lambda: self.transport.broadcast(flat, source), flat, 1, purpose, None, None)
+        return self._issue("broadcast", lambda: self.transport.broadcast(flat, source), flat, 1, Part(purpose))
+
+    def of(self, part: Part) -> Collectives:
+        """The same axis for the collectives that a larger one is made of: all count as `part`."""
+        axis = copy.copy(self)
+        axis._part = part
+        return axis
 
     def gather_objects(self, value: Any) -> list[Any]:
         """One value of every rank, in rank order, on every rank; for checks, never on the path of a step."""
@@ -197,12 +242,13 @@ class Collectives:
         """This rank's own segment of `flat`."""
         return flat.view(self.size, -1)[self.rank] if flat.numel() else flat
 
-    def _issue(self, name: str, start: Callable[[], Work], flat: torch.Tensor, passes: int, purpose: Purpose,
-               bucket: int | None, filled: int | None) -> Pending:
+    def _issue(self, name: str, start: Callable[[], Work], flat: torch.Tensor, passes: int, part: Part) -> Pending:
         if self.size == 1 or not flat.numel():
             return DONE
+        part = self._part or part
+        purpose, bucket = part.purpose, part.bucket
         nbytes = passes * (self.size - 1) * flat.numel() * flat.element_size() // self.size
-        self.counters.add(name, purpose, nbytes, name in self.transport.modelled)
+        self.counters.add(name, part, nbytes, modelled=name in self.transport.modelled, link=self.link)
         label = "" if bucket is None else self.counters.labels.get(bucket, f"bucket {bucket}")
         if self._labelled is not None:
             self._labelled.label = label
@@ -214,9 +260,11 @@ class Collectives:
 
         def ended(work: Work, asked: int) -> None:
             free = now()
-            attrs = {"purpose": purpose, "bucket": bucket, "bytes": nbytes, "exposed": free - asked}
-            if filled is not None:
-                attrs["filled"] = filled
+            attrs: dict[str, Any] = {"purpose": purpose, "bucket": bucket, "bytes": nbytes, "exposed": free - asked}
+            if part.filled is not None:
+                attrs["filled"] = part.filled
+            if self.link is not None:
+                attrs["link"] = self.link
             self.recorder.span("collective", name, issued, min(free, work.done_at or free), **attrs)
 
         return Pending(work, ended)

@@ -104,6 +104,9 @@ class NativeTransport:
         own = flat.view(self.size, -1)[self.rank]
         return GroupWork([_all_gather(flat, own, group=self.group, async_op=True)])
 
+    def all_to_all(self, flat: torch.Tensor, out: torch.Tensor) -> Work:
+        return GroupWork([dist.all_to_all_single(out, flat, group=self.group, async_op=True)])
+
     def broadcast(self, flat: torch.Tensor, source: int) -> Work:
         return GroupWork([dist.broadcast(flat, group_src=source, group=self.group, async_op=True)])
 
@@ -153,6 +156,11 @@ class GlooTransport(NativeTransport):
                  for source, segment in enumerate(host.view(self.size, -1))]
         return GroupWork(works, _copy_back(host, flat))
 
+    def all_to_all(self, flat: torch.Tensor, out: torch.Tensor) -> Work:
+        host = out.cpu()
+        work = dist.all_to_all_single(host, flat.cpu(), group=self.group, async_op=True)
+        return GroupWork([work], _copy_back(host, out))
+
     def all_reduce(self, flat: torch.Tensor, op: Op) -> Work:
         if op == "sum" and _is_short(flat):
             return self._short_all_reduce(flat)
@@ -188,7 +196,7 @@ class SoloTransport:
     def _nothing(self, *_: Any) -> Any:
         raise AssertionError("a group of one rank sends nothing")
 
-    all_reduce = reduce_scatter = all_gather = broadcast = gather_objects = _nothing
+    all_reduce = reduce_scatter = all_gather = all_to_all = broadcast = gather_objects = _nothing
 
 
 def transport_for(group: dist.ProcessGroup | None) -> Transport:

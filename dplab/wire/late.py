@@ -30,6 +30,9 @@ class Prompt:
     def all_gather(self, flat: torch.Tensor) -> Work:
         return self._ending(self.inner.all_gather(flat))
 
+    def all_to_all(self, flat: torch.Tensor, out: torch.Tensor) -> Work:
+        return self._ending(self.inner.all_to_all(flat, out))
+
     def broadcast(self, flat: torch.Tensor, source: int) -> Work:
         return self._ending(self.inner.broadcast(flat, source))
 

@@ -128,6 +128,14 @@ class ThreadTransport:
 
         return self._join(_call("all_gather", flat), flat.detach(), gather)
 
+    def all_to_all(self, flat: torch.Tensor, out: torch.Tensor) -> Work:
+        def exchange(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+            pieces = [each.view(self.size, -1) for each, _ in pairs]
+            for rank, (_, target) in enumerate(pairs):
+                target.view(self.size, -1).copy_(torch.stack([each[rank] for each in pieces]))
+
+        return self._join(_call("all_to_all", flat), (flat.detach(), out.detach()), exchange)
+
     def broadcast(self, flat: torch.Tensor, source: int) -> Work:
         def spread(flats: list[torch.Tensor]) -> None:
             for rank, each in enumerate(flats):

@@ -20,7 +20,9 @@ import torch.distributed as dist
 
 from dplab.errors import UsageError
 from dplab.telemetry import recorder
-from dplab.wire.collectives import Collectives, Counters, Transport
+from dplab.topology import Topology
+from dplab.wire.axes import Axes
+from dplab.wire.collectives import Collectives, Transport
 from dplab.wire.groups import SoloTransport, leave, transport_for
 from dplab.wire.shm.group import register
 from dplab.wire.threads import ThreadWorld
@@ -63,26 +65,32 @@ class Mesh:
     world: Collectives
 
     @classmethod
-    def flat(cls, world: World, *, sharded: bool) -> Mesh:
-        """All ranks on one axis, the other of length 1."""
-        counters, recorder_ = Counters(), recorder.current()
-        everyone = Collectives(world.transport([list(range(world.size))]), counters, recorder_)
-        nobody = Collectives(SoloTransport(), counters, recorder_)
+    def flat(cls, world: World, *, sharded: bool, topology: Topology | None = None) -> Mesh:
+        """All ranks on one axis, the other of length 1. A `topology` is emulated; here and below."""
+        axes = Axes(world, topology)
+        everyone, nobody = axes.everyone, axes.nobody
         return cls(replicate=nobody, shard=everyone, world=everyone) if sharded else cls(
             replicate=everyone, shard=nobody, world=everyone)
 
     @classmethod
-    def of(cls, world: World, mesh: Any) -> Mesh:
+    def of(cls, world: World, mesh: Any, *, topology: Topology | None = None) -> Mesh:
         """From a DeviceMesh with the dimensions ("replicate", "shard"), or from a (replicate, shard) shape."""
-        counters, recorder_ = Counters(), recorder.current()
         grid, groups = _grid(mesh, world)
-        everyone = Collectives(world.transport([list(range(world.size))]), counters, recorder_)
+        axes = Axes(world, topology)
         columns = [list(column) for column in zip(*grid, strict=True)]
-        return cls(
-            replicate=Collectives(world.transport(columns, groups.get("replicate")), counters, recorder_),
-            shard=Collectives(world.transport(grid, groups.get("shard")), counters, recorder_),
-            world=everyone,
-        )
+        return cls(replicate=axes.along(columns, groups.get("replicate")), shard=axes.along(grid, groups.get("shard")),
+                   world=axes.everyone)
+
+    @classmethod
+    def hybrid(cls, world: World, *, sharded: bool, topology: Topology | None = None) -> Mesh:
+        """By hosts: sharded inside each and replicated across them; where nothing is sharded, one axis that sums
+        inside hosts first. Raises UsageError where there are not several hosts of several ranks."""
+        axes = Axes(world, topology)
+        if not sharded:
+            return cls(replicate=axes.two_level(), shard=axes.nobody, world=axes.everyone)
+        grid = axes.hosts.grid()
+        columns = [list(column) for column in zip(*grid, strict=True)]
+        return cls(replicate=axes.along(columns), shard=axes.along(grid), world=axes.everyone)
 
 
 def _grid(mesh: Any, world: World) -> tuple[list[list[int]], dict[str, dist.ProcessGroup]]:

@@ -51,6 +51,10 @@ class ShmTransport:
             return staged.exchange(self.channel, "all_gather", [own], list(segments), even=True, label=self.label)
         return placed.all_gather(self.channel, flat.data, own, place, self._call("all_gather", flat))
 
+    def all_to_all(self, flat: torch.Tensor, out: torch.Tensor) -> Work:
+        return staged.exchange(self.channel, "all_to_all", list(flat.data.view(self.size, -1)),
+                               list(out.data.view(self.size, -1)), even=True, label=self.label)
+
     def broadcast(self, flat: torch.Tensor, source: int) -> Work:
         return staged.broadcast(self.channel, flat.data, source, self.label)
 
