@@ -24,7 +24,7 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
     (lambda: nn.Linear(2, 2), {"strategy": "zero4"},
      "strategy 'zero4' is not known (did you mean 'zero3'?); use one of ddp, zero1, zero2, zero3"),
     (lambda: nn.Linear(2, 2), {"strategy": "zero3+recompute"},
-     "strategy zero3+recompute: recompute=full is not implemented yet; leave it out"),
+     "strategy recompute=full: Linear has no unit that could be computed again; name modules in parallelize(units="),
     (lambda: nn.Linear(2, 2), {"strategy": 3}, "strategy 3 is of type int; give a name such as 'zero2'"),
     (lambda: nn.ReLU(), {}, "model ReLU has no trainable parameter; set requires_grad"),
     (lambda: nn.Linear(2, 2).requires_grad_(False), {}, "model Linear has no trainable parameter"),

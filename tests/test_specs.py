@@ -18,7 +18,8 @@ strategies = st.builds(
     precision=st.one_of(st.sampled_from(list(PRECISIONS)),
                         st.builds(Precision, param=dtypes, grad=dtypes, master=dtypes, autocast=dtypes)),
     accumulate=st.integers(1, 1000), accumulate_mode=st.sampled_from([None, "window", "micro_batch"]),
-    bucket_mb=st.one_of(st.none(), st.floats(1e-6, 1e6)), recompute=st.sampled_from(["none", "full"]),
+    bucket_mb=st.one_of(st.none(), st.floats(1e-6, 1e6)),
+    recompute=st.sampled_from(["none", "full", "keep:attention:matmul", "64mb", "0.5mb"]),
     prefetch=st.booleans(), reshard=st.booleans(), clip_grad_norm=st.one_of(st.none(), st.floats(1e-6, 1e6)),
     topology=st.sampled_from([None, "2x2@10gbe"]),
     shares=st.one_of(st.none(), st.lists(st.integers(0, 9), min_size=1, max_size=4).map(tuple)))
@@ -51,6 +52,7 @@ def test_the_one_line_form_of_the_contract() -> None:
     ("zero2+bf16+fp16", "gives precision twice, by 'bf16' and by 'fp16'; leave one out"),
     ("zero2+bf16+precision=bf16:bf16:fp32:fp32:-", "gives precision twice, by 'bf16' and by 'precision=bf16:"),
     ("zero3+prefetch=true+prefetch=true", "gives prefetch twice"),
+    ("zero3+recompute+recompute=4mb", "gives recompute twice, by 'recompute' and by 'recompute=4mb'"),
     ("zero3+recompute+recompute", "gives recompute twice, by 'recompute' and by 'recompute'"),
     ("zero2+accum²", "'accum²' is not known"),
     ("zero2+accum" + "9" * 5000, "is not known; after the name may stand"),
@@ -74,7 +76,13 @@ def test_a_strategy_of_another_type_is_named_by_its_type() -> None:
     ({"clip_grad_norm": float("inf")}, "clip_grad_norm is a number above 0, or None"),
     ({"sharding": None}, "Strategy(sharding=None) is not allowed; sharding is a Sharding or its name"),
     ({"precision": "fp8"}, "precision 'fp8' is not known"),
-    ({"recompute": "some"}, "recompute is one of none, full"),
+    ({"recompute": "some"}, "Strategy(recompute='some') is not allowed; recompute is one of none, full, "
+                            "keep:KIND[:KIND...] of attention, matmul, convolution, or a budget such as 200mb"),
+    ({"recompute": "keep:"}, "Strategy(recompute='keep:') is not allowed; recompute is one of none"),
+    ({"recompute": "keep:norms"}, "Strategy(recompute='keep:norms') is not allowed"),
+    ({"recompute": "keep:matmul:matmul"}, "Strategy(recompute='keep:matmul:matmul') is not allowed"),
+    ({"recompute": "0mb"}, "Strategy(recompute='0mb') is not allowed"),
+    ({"recompute": 200}, "Strategy(recompute=200) is not allowed"),
     ({"prefetch": 1}, "prefetch is True or False"),
 ])
 def test_fields_are_checked_when_a_strategy_is_made(fields: dict[str, Any], message: str) -> None:
@@ -89,7 +97,7 @@ def test_unknown_fields_are_named() -> None:
 
 
 @pytest.mark.parametrize(("text", "asked"), [
-    ("zero3+recompute", "recompute=full"), ("ddp+topology=2x2", "topology='2x2'"), ("ddp+shares=1:3", "shares=(1, 3)")])
+    ("ddp+topology=2x2", "topology='2x2'"), ("ddp+shares=1:3", "shares=(1, 3)")])
 def test_what_is_not_implemented_is_refused_by_name_when_it_is_to_run(text: str, asked: str) -> None:
     with pytest.raises(UsageError) as caught:
         Strategy.parse(text).require_implemented()

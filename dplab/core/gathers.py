@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from dplab.core import saved
@@ -92,6 +93,10 @@ class Gathers:
         """Returns once the unit's values can be read."""
         if unit.state is UnitState.UNSHARDED:
             return
+        with unseen():
+            self._need(unit)
+
+    def _need(self, unit: GatheredUnit) -> None:
         self._issue(unit)
         if torch.is_grad_enabled() or in_backward():
             self._seen.append(unit)
@@ -145,7 +150,8 @@ class Gathers:
 
     def _free(self, unit: GatheredUnit) -> None:
         if not self.pinned:
-            unit.reshard()
+            with unseen():
+                unit.reshard()
 
     def holder(self, tensor: torch.Tensor) -> tuple[GatheredUnit, Sharded] | None:
         """The unit and role whose gathered storage `tensor` is a view of, if any."""
@@ -159,6 +165,12 @@ class Gathers:
         for bucket in unit.buckets:
             assert isinstance(bucket.params, Sharded)
             self._by_address[bucket.params.storage_key] = (unit, bucket.params)
+
+
+def unseen() -> AbstractContextManager[Any]:
+    """Outside the dispatch modes around: those of a selective checkpoint hold the operators of a recomputation against
+    its forward's, and units are gathered in one and there already in the other."""
+    return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()
 
 
 def in_backward() -> bool:

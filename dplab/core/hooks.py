@@ -88,7 +88,6 @@ class ForwardHooks:
     def __init__(self, model: nn.Module, reduction: Reduction, ledger: Ledger, chosen: Precision,
                  device: torch.device) -> None:
         self.reduction, self.ledger, self.chosen, self.device = reduction, ledger, chosen, device
-        self._measured = False
         self._under_way: list[tuple[int, ExitStack]] = []
         model.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)
         model.register_forward_hook(self._leave, always_call=True)
@@ -105,9 +104,8 @@ class ForwardHooks:
             self.reduction.abandon()  # a plain loss.backward() before may have raised
         around = ExitStack()
         around.enter_context(precision.autocast(self.chosen, self.device))
-        if (not self._measured and torch.is_grad_enabled() and model.training and not in_backward()
+        if (self.ledger.due and torch.is_grad_enabled() and model.training and not in_backward()
                 and not in_transform()):
-            self._measured = True
             around.enter_context(self.ledger.measuring())
         self._under_way.append((now(), around))
         self.reduction.recorder.phase("forward")

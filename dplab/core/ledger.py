@@ -7,7 +7,7 @@ own buffers left out.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -24,6 +24,10 @@ class Ledger:
     def __init__(self, buckets: Sequence[Bucket], pools: Sequence[BufferPool], optimizer: OwnedOptimizer) -> None:
         self.buckets, self.pools, self.optimizer = buckets, pools, optimizer
         self.activations = 0
+        self.due = True
+        """The next training forward is measured."""
+        self.hidden: Callable[[], int] = int
+        """Bytes of activations that saved-tensor hooks do not see."""
         self.peak = 0
 
     def bytes(self) -> dict[str, int]:
@@ -35,7 +39,7 @@ class Ledger:
             "master": sum(bucket.params.master_bytes for bucket in self.buckets),
             "gathered": sum(bucket.params.gathered_bytes for bucket in self.buckets),
             "buckets": sum(pool.nbytes for pool in self.pools),
-            "activations": self.activations,
+            "activations": self.activations + self.hidden() if self.activations else 0,
         }
         known = sum(held.values())
         self.peak = max(self.peak, known)
@@ -49,14 +53,25 @@ class Ledger:
     @contextmanager
     def measuring(self) -> Iterator[None]:
         """Counts what autograd saves inside; for one forward, since it costs a call a saved tensor."""
+        self.due = False
+        with self.counting() as seen:
+            yield
+        self.activations = sum(seen.values())
+
+    @contextmanager
+    def counting(self) -> Iterator[dict[int, int]]:
+        """Storages that autograd saves inside, address and bytes; weights left out."""
         own = {bucket.params.flat.untyped_storage().data_ptr() for bucket in self.buckets
                if hasattr(bucket.params, "flat")}
         seen: dict[int, int] = {}
+        # where a checkpoint drops what it is given, the next tensor would come to lie at the same address
+        held: list[torch.UntypedStorage] = []
 
         def take(tensor: torch.Tensor) -> None:
-            if tensor.layout is torch.strided and tensor.untyped_storage().data_ptr() not in own:
-                seen[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            if tensor.layout is torch.strided and (storage := tensor.untyped_storage()).data_ptr() not in own:
+                seen[storage.data_ptr()] = storage.nbytes()
+                held.append(storage)
 
         with saved.hooks(take):
-            yield
-        self.activations = sum(seen.values())
+            yield seen
+        held.clear()

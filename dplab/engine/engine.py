@@ -22,11 +22,12 @@ from dplab.core.hooks import ForwardHooks, hook_parameters, refuse_copies, refus
 from dplab.core.ledger import Ledger
 from dplab.core.optim import OptimizerLike, OwnedOptimizer, make
 from dplab.core.precision import explain_mismatch, scales_loss
+from dplab.core.recompute import Recomputation, recomputable
 from dplab.core.reduction import Reduction
 from dplab.core.scaler import LossScaler
 from dplab.core.units import UnitRule, find_units
 from dplab.errors import RunStopped, UsageError, WireError
-from dplab.specs import Placement, Strategy
+from dplab.specs import Placement, Recompute, Strategy
 from dplab.telemetry import recorder
 from dplab.telemetry.recorder import now
 from dplab.wire.world import Mesh, World
@@ -43,6 +44,8 @@ class Engine:
         made = make(optimizer, model)
         model.to(world.device)
         found = find_units(model, units)
+        rule = Recompute.parse(strategy.recompute)
+        again = recomputable(model, found, rule)
         build.make_equal(model, mesh)
         self._buckets, pools = build.build_buckets(model, found, strategy, mesh)
         trainable = [bucket for bucket in self._buckets if bucket.trainable]
@@ -62,6 +65,7 @@ class Engine:
         if strategy.sharding.params is Placement.SHARDED:
             self._gather_units([GatheredUnit(unit, [b for b in self._buckets if set(b.names) & set(dict(
                 unit.parameters))], self._recorder) for unit in found])
+        self._recomputation = Recomputation(again, rule, self._ledger, self._recorder) if again else None
         self._full = Full(model, self._buckets, self._gathers, mesh, world)
         self.checkpoints = Checkpoints(Trained(model, self._buckets, self._owned, self._full, self._reduction,
                                                 self._synced, mesh, world, self._recorder, str(strategy)))
@@ -220,6 +224,11 @@ class Engine:
         """Bytes on this rank by category (see `dplab.telemetry.events.CATEGORIES`). Not collective."""
         return self._ledger.bytes()
 
+    def recomputed(self) -> dict[str, dict[str, Any]]:
+        """By unit: `recomputed` (whether), `saved_bytes` and `kept_bytes` of one forward, `ms` of the last time it was
+        computed again; empty without `recompute`. Not collective."""
+        return {} if self._recomputation is None else self._recomputation.table()
+
     def wire(self) -> dict[str, dict[str, Any]]:
         """What this rank has sent so far, by collective: `count` and `bytes`. Not collective."""
         return {name: dict(row) for name, row in self.mesh.world.counters.rows.items()}
@@ -273,6 +282,8 @@ class Engine:
             reduction.scaler.update(overflow=reduction.window.overflow)
             self._recorder.gauge("loss_scale", value=reduction.scaler.scale)
             self._recorder.gauge("overflow", value=int(reduction.window.overflow))
+        if self._recomputation is not None:
+            self._recomputation.settle(self.mesh.world.gather_objects)
         self._recorder.gauge("memory", **self._ledger.bytes())
         if self._losses:
             total = sum(loss.item() for loss, _ in self._losses)

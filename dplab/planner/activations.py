@@ -6,6 +6,7 @@ count, tensor by tensor, for gated blocks, grouped keys, flash attention and cro
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -45,6 +46,16 @@ def products(block: Block, recipe: Recipe) -> float:
     return (e * kept + (4 * block.heads if recipe.flash else 0)) / h
 
 
+def kinds(block: Block, recipe: Recipe, keep: Sequence[str]) -> float:
+    """Bytes an element of tokens x hidden of the results that dplab's `recompute=keep:...` keeps beside a layer's
+    input: attention's with its row sums, those of every matrix product."""
+    e, h = recipe.element, block.hidden
+    each = {"attention": e * block.inner + (4 * block.heads if recipe.flash else 0),
+            "matmul": e * (block.inner + 2 * block.kv + h + (2 if block.gated else 1) * block.ffn + h),
+            "convolution": 0}
+    return sum(each[kind] for kind in keep) / h
+
+
 def scores(block: Block, recipe: Recipe) -> float:
     """Bytes an element of tokens x hidden of stored attention matrices: 5 a s / h with dropout."""
     if recipe.flash:
@@ -53,8 +64,10 @@ def scores(block: Block, recipe: Recipe) -> float:
     return each * block.heads * (block.tokens + block.crosses) / block.hidden
 
 
-def layer(block: Block, split: Split, recipe: Recipe, *, recompute: Any = None) -> Any:
-    """Bytes that one layer keeps for one micro-batch on one rank. `recompute` replaces the split's."""
+def layer(block: Block, split: Split, recipe: Recipe, *, recompute: Any = None,
+          keep: Sequence[str] | None = None) -> Any:
+    """Bytes that one layer keeps for one micro-batch on one rank. `recompute` replaces the split's; so does `keep`:
+    the layer is computed again but for the results of these kinds of operators (none: but for its input)."""
     mode = np.asarray(split.recompute if recompute is None else recompute)
     tp = np.asarray(split.tp)
     cut = tp if recipe.sequence_parallel else np.ones_like(tp)
@@ -63,6 +76,8 @@ def layer(block: Block, split: Split, recipe: Recipe, *, recompute: Any = None) 
         kept = kept + 2 * recipe.element * (1 - 1 / tp)
     matrix = scores(block, recipe) / tp
     full = recipe.element / cut
+    if keep is not None:
+        return block.tokens * block.hidden * np.asarray(split.micro_batch) * (full + kinds(block, recipe, keep) / tp)
     each = np.choose(mode, [kept + matrix, kept, full, full + products(block, recipe) / tp,
                             (kept + matrix + full) / 2])
     return block.tokens * block.hidden * np.asarray(split.micro_batch) * each

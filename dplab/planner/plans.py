@@ -63,15 +63,14 @@ class Plan:
     def strategy(self) -> Strategy | None:
         """The dplab strategy that runs this layout, None where it needs tensor or pipeline parallelism.
 
-        Where this version cannot recompute by itself, the strategy leaves that out and the model is to checkpoint
+        Of the ways to recompute a strategy has `full`; for another it leaves that out and the model is to checkpoint
         its blocks (torch.utils.checkpoint).
         """
         if not self.pure:
             return None
         values: dict[str, Any] = {"sharding": SHARDINGS[name(self.split.zero)], "accumulate": self.split.accumulate,
                                   "precision": PRECISIONS[self.precision]}
-        asked = Strategy(**values, recompute="full" if self.split.recompute else "none")
-        runs = Strategy(**values) if asked.not_implemented else asked
+        runs = Strategy(**values, recompute="full" if RECOMPUTE[self.split.recompute] == "full" else "none")
         return runs if self.shares is None or self.shares.equal else replace(runs, shares=self.shares.samples)
 
     @property

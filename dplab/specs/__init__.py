@@ -5,9 +5,10 @@ for a strategy, through its one-line form. No torch: a planner, a notebook and a
 """
 
 from dplab.specs.precision import DTYPE_BYTES, PRECISIONS, Precision
+from dplab.specs.recompute import Recompute
 from dplab.specs.run_spec import RunSpec
 from dplab.specs.sharding import DDP, SHARDINGS, ZERO1, ZERO2, ZERO3, Placement, Sharding
-from dplab.specs.strategy import RECOMPUTE, AccumulateMode, Strategy
+from dplab.specs.strategy import AccumulateMode, Strategy
 
-__all__ = ["DDP", "DTYPE_BYTES", "PRECISIONS", "RECOMPUTE", "SHARDINGS", "ZERO1", "ZERO2", "ZERO3", "AccumulateMode",
-           "Placement", "Precision", "RunSpec", "Sharding", "Strategy"]
+__all__ = ["DDP", "DTYPE_BYTES", "PRECISIONS", "SHARDINGS", "ZERO1", "ZERO2", "ZERO3", "AccumulateMode",
+           "Placement", "Precision", "Recompute", "RunSpec", "Sharding", "Strategy"]

@@ -9,10 +9,10 @@ from typing import Any, Literal, get_args
 from dplab.errors import UsageError
 from dplab.specs.checks import check, is_int, is_positive, lookup, nearest
 from dplab.specs.precision import PRECISIONS, Precision
+from dplab.specs.recompute import Recompute
 from dplab.specs.sharding import DDP, SHARDINGS, Placement, Sharding
 
 AccumulateMode = Literal["window", "micro_batch"]
-RECOMPUTE = ("none", "full")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +24,10 @@ class Strategy:
     rank), `micro_batch` after every backward (only the owned shard stays); None: what the sharding is for
     (`micro_batch` where gradients are sharded). `bucket_mb`: MiB of a reduction; None: min(25, max(1, gradient
     bytes / 16)). `prefetch`: gather ZeRO-3 units ahead. `reshard`: free a ZeRO-3 unit after its forward.
-    `clip_grad_norm`: largest L2 norm of the averaged gradient. `recompute`, `topology`, `shares`: not
+    `clip_grad_norm`: largest L2 norm of the averaged gradient. `recompute`: what a unit's forward leaves to be computed
+    again in backward: `none`, `full` (all but its input), `keep:attention:matmul` (all but its input and the results of
+    such operators: attention, matmul, convolution), or a budget (`200mb`: as few units as keep the activations' peak
+    within 200 MiB, chosen from the first step). `topology`, `shares`: not
     implemented yet, refused by name when a run starts.
     """
 
@@ -56,7 +59,7 @@ class Strategy:
                f"one of {', '.join(modes)}, or None")
         check("bucket_mb", self.bucket_mb, self.bucket_mb is None or is_positive(self.bucket_mb),
                "a number of MiB above 0, or None")
-        check("recompute", self.recompute, self.recompute in RECOMPUTE, f"one of {', '.join(RECOMPUTE)}")
+        Recompute.parse(self.recompute)
         for name in ("prefetch", "reshard"):
             check(name, getattr(self, name), isinstance(getattr(self, name), bool), "True or False")
         check("clip_grad_norm", self.clip_grad_norm,
@@ -72,12 +75,8 @@ class Strategy:
     @property
     def not_implemented(self) -> list[str]:
         """Fields that ask for something this version cannot do; a run with any of them is refused."""
-        asked = []
-        if self.recompute != "none":
-            asked.append(f"recompute={self.recompute}")
-        asked += [f"{name}={getattr(self, name)!r}" for name in ("topology", "shares")
+        return [f"{name}={getattr(self, name)!r}" for name in ("topology", "shares")
                   if getattr(self, name) is not None]
-        return asked
 
     def require_implemented(self) -> None:
         """Raises UsageError naming every field that a run of this version cannot honour."""
@@ -164,7 +163,7 @@ class Strategy:
         default = Strategy()
         for name in _TOKEN_PARSERS:
             value = getattr(self, name)
-            if name != "precision" and value != getattr(default, name):
+            if name != "precision" and (name, value) != ("recompute", "full") and value != getattr(default, name):
                 tokens.append(f"{name}={_token_text(value)}")
         return "+".join(tokens)
 
@@ -196,6 +195,7 @@ _TOKEN_PARSERS: dict[str, Any] = {
     "prefetch": _parse_bool,
     "reshard": _parse_bool,
     "clip_grad_norm": float,
+    "recompute": str,
     "topology": str,
     "shares": lambda text: tuple(int(part) for part in text.split(":")),
     "precision": _parse_precision,

@@ -12,6 +12,7 @@ Kinds and what their `attrs` hold (bytes and ns are integers):
 | forward, backward, optimizer | module's class, ... | - |
 | collective | all_reduce, reduce_scatter, all_gather, broadcast, ... | `purpose` (grads, params, control, init), `bucket` (index or None), `bytes` (sent by this rank), `exposed` (ns for which the caller was blocked), `filled` (ns, monotonic: last gradient came; only purpose grads) ; t0 = issued, t1 = done |
 | unshard, reshard | the unit's name | `bytes` |
+| recompute | the unit's name | `bytes` that its forward did not keep |
 | data | loader | `samples`, `tokens` |
 | checkpoint | save, load | `bytes` |
 | gauge | memory | bytes by category (see CATEGORIES) |
