@@ -29,6 +29,7 @@ def add(verbs: Verbs) -> None:
     parser.add_argument("--memory-limit", help="of a GPU, with its unit: 75GiB or 80GB (default: 95 %% of what it has)")
     parser.add_argument("--recipe", help="the program whose facts are assumed (default: modern; dplab on this-machine)")
     parser.add_argument("--data-parallel", action="store_true", help="only layouts that dplab itself runs")
+    parser.add_argument("--offload", action="store_true", help="the optimizer may leave the GPU for the host's memory")
     parser.add_argument("--top", type=whole_number, default=5, help="plans to print (default: 5)")
     parser.add_argument("--explain", action="store_true", help="the best plan's memory and time with their formulas")
     parser.add_argument("--trace", metavar="FILE", help="write the best plan's predicted step, for ui.perfetto.dev")
@@ -54,11 +55,14 @@ def plan(args: argparse.Namespace) -> Answer:
         raise UsageError(f"plan needs {', '.join(missing)}; such as dplab plan --model llama-7b "
                          f"--cluster 8xH100-SXM-80GB --tokens-per-step 1048576")
     from dplab.planner import search
+    from dplab.planner.grid import Space
+    from dplab.planner.split import OFFLOAD
     from dplab.telemetry.trace import write
 
     plans = search.plan(args.model, args.cluster, args.tokens_per_step, sequence=args.sequence,
                         precision=_one(args.precision), recipe=args.recipe, network=args.network,
-                        memory_limit=args.memory_limit, data_parallel_only=args.data_parallel, top=args.top)
+                        memory_limit=args.memory_limit, data_parallel_only=args.data_parallel, top=args.top,
+                        space=Space(offload=OFFLOAD) if args.offload else None)
     text, data = str(plans), plans.to_dict()
     if args.explain:
         text += f"\n\n{plans.best.explain()}"

@@ -75,10 +75,13 @@ class Group:
 
 @dataclass(frozen=True, kw_only=True)
 class Groups:
-    """The groups of a split: tensor ranks lie beside each other, then data, then pipeline stages."""
+    """The groups of a split: tensor ranks lie beside each other, then data, then pipeline stages. Of the data-parallel
+    ranks those that shard among themselves lie beside each other, and `copies` join equal shards."""
 
     tensor: Group
     data: Group
+    shard: Group
+    copies: Group
     hop: Any
     hop_latency: Any
 
@@ -87,8 +90,14 @@ class Groups:
         """Of a cluster. `hop` is the bandwidth from one stage to the next."""
         node = cluster.per_node
         tensor = Group.of(split.tp, np.minimum(split.tp, node), cluster, recipe)
-        data = Group.of(split.dp, np.maximum(node // np.asarray(split.tp), 1), cluster, recipe)
+        beside = np.maximum(node // np.asarray(split.tp), 1)
         apart = np.asarray(split.dp) * np.asarray(split.tp) >= node
-        return cls(tensor=tensor, data=data,
+        return cls(tensor=tensor, data=Group.of(split.dp, beside, cluster, recipe),
+                   shard=Group.of(split.shard, beside, cluster, recipe),
+                   copies=Group.of(split.groups, beside // np.asarray(split.shard), cluster, recipe),
                    hop=np.where(apart, cluster.network * recipe.hop_share, cluster.link * recipe.link_share),
                    hop_latency=np.where(apart, NETWORK_STEP, LINK_STEP))
+
+    def reduce_scatter(self, size: Any) -> Any:
+        """Seconds to sum `size` bytes, a slice a rank of a shard group: among them, then each slice over its copies."""
+        return self.shard.reduce_scatter(size) + self.copies.all_reduce(size / self.shard.ranks)

@@ -128,7 +128,7 @@ def predict(profile: Profile, split: Split, cluster: Cluster, recipe: Recipe) ->
     return Cost(profile=profile, split=split, cluster=cluster, recipe=recipe, hidden=hidden, parts={
         "compute": m * (slowest - tensor), "tensor": m * tensor,
         "bubble": np.where(pp > 1, fill + hops, 0.0), "data": exposed + cluster.contention * hidden,
-        "optimizer": optimizer(made.numel, split, cluster, recipe)})
+        "optimizer": optimizer(made, split, cluster, recipe)})
 
 
 def _layers(profile: Profile, split: Split, cluster: Cluster, recipe: Recipe) -> Passes:
@@ -159,14 +159,14 @@ def data_parallel(made: Pieces, split: Split, recipe: Recipe, *, share: Any, uni
     weights of ZeRO-1 and 2 come after the optimizer, in the open; ZeRO-3 gathers a unit ahead of each pass.
     """
     zero, m, dp = np.asarray(split.zero), np.asarray(split.accumulate), np.asarray(split.dp)
-    group: Group = made.groups.data
+    group: Group = made.groups.shard
     forward = share * (made.layers.forward + made.tensor.forward) + made.head.forward
     backward = share * (made.layers.backward + made.layers.again + made.tensor.backward + made.tensor.again)
     backward = backward + made.head.backward
     hides = 1.0 if recipe.overlap else 0.0
     whole = made.numel * wire_bytes(split, recipe)
     weights = made.numel * gather_bytes(recipe)
-    reduce = np.where(zero == 0, group.all_reduce(whole), group.reduce_scatter(whole))
+    reduce = np.where(zero == 0, made.groups.data.all_reduce(whole), made.groups.reduce_scatter(whole))
     gather = group.all_gather(weights)
     rounds = np.where(zero == 2, m, 1)
     tail = np.where(recipe.overlap, reduce / units, 0.0)
@@ -194,11 +194,17 @@ def gather_bytes(recipe: Recipe) -> int:
     return min(recipe.param, recipe.element)
 
 
-def optimizer(numel: Any, split: Split, cluster: Cluster, recipe: Recipe) -> Any:
+def optimizer(made: Pieces, split: Split, cluster: Cluster, recipe: Recipe) -> Any:
     """Adam streams its states once: gradient read (again for the norm), master and moments read and written, weights
-    written."""
-    owned = numel / np.where(np.asarray(split.zero) >= 1, np.asarray(split.dp), 1)
+    written. On the host the gradients' shards come behind backward and the weights leave behind Adam, so that of each
+    pair the longer counts."""
+    owned = made.numel / np.where(np.asarray(split.zero) >= 1, np.asarray(split.shard), 1)
     if cluster.gpu.measured is not None:
         return cluster.gpu.measured.optimizer.at(owned)
-    moved = 2 * recipe.grad_bytes(split) + 2 * (recipe.master + recipe.moments) + recipe.param
-    return owned * moved / (cluster.gpu.memory_bandwidth * MEMORY_SHARE)
+    grad, weight = recipe.grad_bytes(split), gather_bytes(recipe)
+    moved = owned * (2 * grad + 2 * (recipe.master + recipe.moments) + recipe.param)
+    here = moved / (cluster.gpu.memory_bandwidth * MEMORY_SHARE)
+    backward = np.asarray(split.accumulate) * (made.layers.backward + made.layers.again + made.head.backward)
+    down = np.maximum(0.0, owned * grad / cluster.gpu.host_link - backward)
+    there = down + np.maximum(moved / cluster.host_memory, owned * weight / cluster.gpu.host_link)
+    return np.where(np.asarray(split.offload) > 0, there, here)

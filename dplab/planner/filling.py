@@ -37,7 +37,7 @@ def _filled(case: Case, reason: Unusable) -> Setup:
         samples = LLAMA["tokens"] // profile.sequence
     if not samples:
         raise reason
-    split = grid.candidates(cluster.count, samples, profile, program, grid.Space())
+    split = grid.candidates(cluster, samples, profile, program, grid.Space(hybrid=False))
     legal, _ = grid.sift(split, grid.laws(split, profile, cluster, samples))
     split = split.take(np.flatnonzero(legal & _agrees(split, case.config)))
     total = np.broadcast_to(memory.predict(profile, split, program).total, split.dp.shape)

@@ -16,7 +16,7 @@ import numpy as np
 from dplab.planner.hardware import Cluster
 from dplab.planner.profile import Profile
 from dplab.planner.recipes import Recipe
-from dplab.planner.split import RECOMPUTE, Split
+from dplab.planner.split import OFFLOAD, RECOMPUTE, Split
 
 MICRO_BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 MOST_CHUNKS = 8
@@ -39,12 +39,14 @@ class Rejected:
 @dataclass(frozen=True, kw_only=True)
 class Space:
     """What a search may choose from. `chunks` None: every interleaving of up to MOST_CHUNKS that divides a stage's
-    layers, and one layer a chunk."""
+    layers, and one layer a chunk. `hybrid`: also shard inside a node alone, with equal copies across nodes."""
 
     zero: Sequence[int] = (0, 1, 2, 3)
     recompute: Sequence[str] = RECOMPUTE[:3]
     micro_batches: Sequence[int] = MICRO_BATCHES
     chunks: Sequence[int] | None = None
+    hybrid: bool = True
+    offload: Sequence[str] = OFFLOAD[:1]
     largest_tensor: int | None = None
     largest_pipeline: int | None = None
 
@@ -55,9 +57,11 @@ def divisors(number: int) -> list[int]:
     return sorted({*small, *(number // value for value in small)})
 
 
-def candidates(ranks: int, samples: int, profile: Profile, recipe: Recipe, space: Space) -> Split:
-    """Every combination for `ranks` GPUs and `samples` a step, as arrays. Interleaving belongs to pipelines, selective
-    recomputation to stored attention matrices, ZeRO to more than one replica: other combinations name nothing new."""
+def candidates(cluster: Cluster, samples: int, profile: Profile, recipe: Recipe, space: Space) -> Split:
+    """Every combination for a cluster's GPUs and `samples` a step, as arrays. Interleaving belongs to pipelines,
+    selective recomputation to stored attention matrices, ZeRO to more than one replica, hybrid sharding and offloading
+    to ZeRO: other combinations name nothing new."""
+    ranks = cluster.count
     modes = [RECOMPUTE.index(name) for name in space.recompute if name != "selective" or not recipe.flash]
     rows: list[tuple[int, ...]] = []
     for tp in divisors(ranks):
@@ -65,9 +69,15 @@ def candidates(ranks: int, samples: int, profile: Profile, recipe: Recipe, space
             dp = ranks // tp // pp
             if tp > (space.largest_tensor or ranks) or pp > (space.largest_pipeline or ranks):
                 continue
-            stages = [zero for zero in space.zero if dp > 1 or zero == 0]
             chunks = _chunks(profile.layers, pp) if space.chunks is None else space.chunks if pp > 1 else (1,)
-            rows += itertools.product([dp], [tp], [pp], stages, space.micro_batches, [0], modes, chunks)
+            beside = cluster.per_node // tp
+            groups = [1, dp // beside] if space.hybrid and 1 < beside < dp and dp % beside == 0 else [1]
+            away = [OFFLOAD.index(name) for name in space.offload if name == "none" or pp == 1]
+            for zero, gone in itertools.product(space.zero, away):
+                alone = dp == 1 and zero == (2 if gone else 0)      # ZeRO-2 lets gradients leave for the host
+                if alone or (dp > 1 and (zero or not gone)):
+                    rows += itertools.product([dp], [tp], [pp], [zero], space.micro_batches, [0], modes, chunks,
+                                              groups if zero else [1], [gone])
     table = np.array(rows, dtype=np.int64).reshape(-1, len(fields(Split))).T
     split = Split(**dict(zip((field.name for field in fields(Split)), table, strict=True)))
     passes = np.maximum(samples // (split.dp * split.micro_batch), 1)
@@ -125,6 +135,10 @@ def describe(split: Split) -> str:
     text += str(split.accumulate)
     if split.chunks > 1:
         text += f", {split.chunks} chunks a stage"
+    if split.groups > 1:
+        text += f", {split.groups} groups of {split.shard}"
+    if split.offload:
+        text += f", {OFFLOAD[split.offload]} on the host"
     return text + (f", recompute {RECOMPUTE[split.recompute]}" if split.recompute else "")
 
 

@@ -15,6 +15,9 @@ from dplab.quantities import rate
 
 CONTENTION = 0.126
 """Seconds that compute loses to a second of collective hidden behind it: measured by Hetu-Galvatron on A100."""
+HOST_MEMORY = 110e9
+"""Bytes a second at which a node's processors step Adam: 10 billion parameters in 2.6 s on the two sockets of a DGX-2,
+28 bytes each (Ren et al. 2021, arXiv:2101.06840, table 4)."""
 HERE = "this-machine"
 ERROR = 0.2
 """Share by which a step predicted from cards may be off: no family of published results is off by more on average (see
@@ -25,7 +28,8 @@ data/published/REPORT.md)."""
 class Gpu:
     """One accelerator. `peak` is dense FLOP/s by dtype; large matrix products reach `sustained` of it in a long run,
     flash attention `flash` (forward, backward); `memory` is the bytes that the driver reports (an "80 GB" part has
-    79.15 GiB = 84.99 GB). `measured`: this machine's own processor, whose figures stand for a card's."""
+    79.15 GiB = 84.99 GB); `host_link` is bytes a second to the host, in one direction. `measured`: this machine's own
+    processor, whose figures stand for a card's."""
 
     name: str
     peak: dict[str, float]
@@ -34,6 +38,7 @@ class Gpu:
     memory: float
     memory_bandwidth: float
     multiprocessors: int
+    host_link: float = float("inf")
     measured: Machine | None = None
 
     def flops(self, dtype: str) -> float:
@@ -56,6 +61,11 @@ class Cluster:
     network: float
     contention: float = CONTENTION
     backend: str | None = None
+
+    @property
+    def host_memory(self) -> float:
+        """Bytes a second of a node's memory for each of its GPUs."""
+        return HOST_MEMORY / self.per_node
 
     @property
     def nodes(self) -> int:
@@ -148,4 +158,5 @@ def of_machine(measured: Machine, ranks: int | None = None, backend: str | None 
 def _gpu(card: dict[str, Any]) -> Gpu:
     return Gpu(name=card["name"], peak={name: value * 1e12 for name, value in card["peak_tflops"].items()},
                sustained=card["sustained"], flash=tuple(card["flash"]), memory=card["usable_gib"] * 2**30,
-               memory_bandwidth=card["memory_bandwidth_gb_s"] * 1e9, multiprocessors=card["multiprocessors"])
+               memory_bandwidth=card["memory_bandwidth_gb_s"] * 1e9, multiprocessors=card["multiprocessors"],
+               host_link=topology.link(card["host_link"]).bandwidth)

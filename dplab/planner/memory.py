@@ -37,6 +37,8 @@ class Memory:
     layers: Any
     numel: Any
     held: Any
+    host: Any
+    """bytes of this rank in the host's memory"""
 
     @property
     def allocated(self) -> Any:
@@ -98,7 +100,7 @@ def predict(profile: Profile, split: Split, recipe: Recipe) -> Memory:
     parts = {name: pick([row["parts"][name] for row in rows]) for name in CATEGORIES}
     return Memory(profile=profile, split=split, recipe=recipe, parts=parts, stage=pick(list(stages)),
                   layers=pick(list(layers)), numel=pick([row["numel"] for row in rows]),
-                  held=pick([row["held"] for row in rows]))
+                  held=pick([row["held"] for row in rows]), host=pick([row["host"] for row in rows]))
 
 
 def _stage(profile: Profile, split: Split, recipe: Recipe, stage: Any, layers: Any) -> dict[str, Any]:
@@ -123,18 +125,19 @@ def _stage(profile: Profile, split: Split, recipe: Recipe, stage: Any, layers: A
     parts |= _transients(profile, split, recipe)
     parts["slack"] = recipe.slack * sum(parts.values())
     parts["context"] = recipe.context + np.zeros_like(numel)
-    return {"parts": parts, "numel": numel, "held": held}
+    return {"parts": parts, "numel": numel, "held": held, "host": offloaded(numel, split, recipe)}
 
 
 def _transients(profile: Profile, split: Split, recipe: Recipe) -> dict[str, Any]:
     """Bytes of gathered units and of buckets on their way."""
-    zero, several = np.asarray(split.zero), np.asarray(split.dp) > 1
+    zero, several = np.asarray(split.zero), np.asarray(split.shard) > 1
     element = min(recipe.param, recipe.element)
     whole = laid.gathered(profile) if recipe.ours else 2.0 * profile.largest_unit
     rotating = 2.0 * _BUCKET * np.ones_like(zero)
     if recipe.ours:
         longest = [max(bucket.numel for bucket in laid.buckets(profile, stage, element)) for stage in range(4)]
         rotating = 2.0 * element * np.asarray(longest)[zero]
+    several = several | (np.asarray(split.offload) > 0)
     return {"gathered": np.where((zero == 3) & several, element * whole / np.asarray(split.tp), 0.0),
             "buckets": np.where((zero >= 2) & several, rotating, 0.0)}
 
@@ -149,22 +152,32 @@ def stage_parameters(profile: Profile, split: Split, stage: Any, layers: Any) ->
 
 
 def states(numel: Any, split: Split, recipe: Recipe) -> dict[str, Any]:
-    """Bytes of the model states of `numel` parameters by category, sharded as the ZeRO stage says."""
-    dp, zero = np.asarray(split.dp), np.asarray(split.zero)
+    """Bytes of the model states of `numel` parameters by category, sharded as the ZeRO stage says; with the optimizer
+    offloaded sharded gradients leave as they come, and its states are elsewhere."""
+    shard, zero, away = np.asarray(split.shard), np.asarray(split.zero), np.asarray(split.offload) > 0
     grad = recipe.grad_bytes(split) + recipe.grad_copy
-    return {"params": numel * recipe.param / np.where(zero == 3, dp, 1),
-            "grads": numel * grad / np.where(zero >= 2, dp, 1),
-            "optimizer": numel * recipe.moments / np.where(zero >= 1, dp, 1),
-            "master": numel * recipe.master / np.where(zero >= 1, dp, 1)}
+    return {"params": numel * recipe.param / np.where(zero == 3, shard, 1),
+            "grads": np.where(away & (zero >= 2), 0.0, numel * grad / np.where(zero >= 2, shard, 1)),
+            "optimizer": np.where(away, 0.0, numel * recipe.moments / np.where(zero >= 1, shard, 1)),
+            "master": np.where(away, 0.0, numel * recipe.master / np.where(zero >= 1, shard, 1))}
+
+
+def offloaded(numel: Any, split: Split, recipe: Recipe) -> Any:
+    """Bytes of a rank's share in the host's memory: gradients, master weights and moments in the dtypes they have on
+    the device, and the weights that go back."""
+    owned = numel / np.where(np.asarray(split.zero) >= 1, np.asarray(split.shard), 1)
+    kept = recipe.grad_bytes(split) + recipe.master + recipe.moments + recipe.param
+    return np.where(np.asarray(split.offload) > 0, owned * kept, 0.0)
 
 
 def formulas(memory: Memory) -> dict[str, str]:
     """The formula of each category with its numbers, for one split."""
     split, recipe, profile = memory.split, memory.recipe, memory.profile
-    numel, dp = f"{float(memory.numel):.6g}", split.dp
+    numel, shard = f"{float(memory.numel):.6g}", split.shard
 
     def state(bytes_: float, stage: int) -> str:
-        return f"{numel} parameters x {bytes_:g} bytes" + (f" / {dp} ranks" if split.zero >= stage and dp > 1 else "")
+        return f"{numel} parameters x {bytes_:g} bytes" + (
+            f" / {shard} ranks" if split.zero >= stage and shard > 1 else "")
 
     grad = float(recipe.grad_bytes(split)) + recipe.grad_copy
     small = min(recipe.param, recipe.element)

@@ -11,7 +11,7 @@ from dplab.planner.hardware import Cluster
 from dplab.planner.memory import Memory
 from dplab.planner.profile import Profile
 from dplab.planner.simulate import Timeline, simulate
-from dplab.planner.split import RECOMPUTE, Split
+from dplab.planner.split import OFFLOAD, RECOMPUTE, Split
 from dplab.specs import PRECISIONS, SHARDINGS, Strategy
 
 if TYPE_CHECKING:
@@ -66,12 +66,17 @@ class Plan:
         Of the ways to recompute a strategy has `full`; for another it leaves that out and the model is to checkpoint
         its blocks (torch.utils.checkpoint).
         """
-        if not self.pure:
+        if not self.pure or self.split.offload:
             return None
         values: dict[str, Any] = {"sharding": SHARDINGS[name(self.split.zero)], "accumulate": self.split.accumulate,
                                   "precision": PRECISIONS[self.precision]}
         runs = Strategy(**values, recompute="full" if RECOMPUTE[self.split.recompute] == "full" else "none")
         return runs if self.shares is None or self.shares.equal else replace(runs, shares=self.shares.samples)
+
+    @property
+    def mesh(self) -> tuple[int, int] | None:
+        """What `parallelize(mesh=...)` takes where shards are cut inside groups of ranks: (groups, ranks of each)."""
+        return (int(self.split.groups), int(self.split.shard)) if self.split.groups > 1 else None
 
     @property
     def mfu(self) -> float:
@@ -91,12 +96,13 @@ class Plan:
         return flops * sum(shares.samples) * int(self.split.accumulate) / (self.step * shares.peak)
 
     def __str__(self) -> str:
-        strategy = self.strategy
+        strategy, split = self.strategy, self.split
+        groups = f" in {split.groups} groups" if split.groups > 1 else ""
         if strategy is not None:
-            return str(strategy)
-        split = self.split
-        text = f"{name(split.zero)}+{self.precision} x tp{split.tp} x pp{split.pp}"
-        return text + (f" x {split.chunks} chunks" if split.chunks > 1 else "")
+            return f"{strategy}{groups}"
+        text = f"{name(split.zero)}+{self.precision}{' + offload' if split.offload else ''}"
+        text += "" if self.pure else f" x tp{split.tp} x pp{split.pp}"
+        return text + groups + (f" x {split.chunks} chunks" if split.chunks > 1 else "")
 
     def timeline(self) -> Timeline:
         """The step as predicted events, of the type that a run records."""
@@ -123,7 +129,9 @@ class Plan:
         split = self.split
         return {"strategy": str(self), "dp": split.dp, "tp": split.tp, "pp": split.pp, "zero": split.zero,
                 "micro_batch": split.micro_batch, "accumulate": split.accumulate, "chunks": split.chunks,
-                "recompute": RECOMPUTE[split.recompute], "precision": self.precision, "step_ms": self.step * 1e3,
+                "recompute": RECOMPUTE[split.recompute], "precision": self.precision,
+                "mesh": None if self.mesh is None else list(self.mesh), "offload": OFFLOAD[split.offload],
+                "host_bytes": round(float(self.memory.host)), "step_ms": self.step * 1e3,
                 "memory_bytes": self.memory.to_dict()["total"], "mfu": self.mfu, "hfu": self.hfu, "why": why,
                 "memory": self.memory.to_dict(),
                 "shares": None if self.shares is None else list(self.shares.samples),
@@ -172,6 +180,10 @@ class Plans:
             text = f"{plan.step / self.best.step - 1:.1%} slower than the best: {more:,.1f} ms more in {_WORDS[part]}"
         if plan.split.recompute and plan.strategy is not None and plan.strategy.recompute == "none":
             text += "; let the model checkpoint its blocks (torch.utils.checkpoint)"
+        if plan.pure and plan.mesh is not None:
+            text += f"; give parallelize mesh={plan.mesh}"
+        if plan.split.offload:
+            text += f"; {float(plan.memory.host) / 2**30:.1f} GiB a rank on the host"
         return text
 
     def _why_shares(self, plan: Plan, shares: Shares) -> str:

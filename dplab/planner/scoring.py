@@ -304,8 +304,8 @@ def _verdict(case: Case) -> Verdict:
         profile, program = published.profile_of(case), published.recipe_of(case)
         cluster = published.cluster_of(case)
         samples = case.config["global_batch"]
-        split = grid.candidates(cluster.count, samples, profile, program, grid.Space(
-            zero=(0, 1), recompute=("none",), chunks=(1,)))
+        split = grid.candidates(cluster, samples, profile, program, grid.Space(
+            hybrid=False, zero=(0, 1), recompute=("none",), chunks=(1,)))
         legal, _ = grid.sift(split, grid.laws(split, profile, cluster, samples))
         needed = float(np.min(memory.predict(profile, split.take(np.flatnonzero(legal)), program).total))
     return Verdict(case=case, fits=case.unit != "feasibility", needed=needed, limit=limit)

@@ -20,7 +20,7 @@ from dplab.planner.profile import Profile
 from dplab.planner.recipes import Recipe
 from dplab.planner.recipes import recipe as named_recipe
 from dplab.planner.simulate import simulate
-from dplab.planner.split import Split
+from dplab.planner.split import OFFLOAD, Split
 from dplab.planner.unequal import Mixed
 from dplab.quantities import size
 from dplab.specs import PRECISIONS
@@ -56,7 +56,8 @@ def plan(model: str | Path | dict[str, Any] | Profile, cluster: str | Cluster | 
     `tokens_per_step` counts all ranks (samples for an image model) and must hold whole samples. `precision`: of
     PRECISIONS, several to search over; None: bf16, fp16 where the GPU has no bf16, fp32 on this machine. `network`:
     `50GB/s` or `400Gb/s` between nodes. `memory_limit`: `75GiB`, or bytes; None: what the GPU has less HEADROOM.
-    `data_parallel_only` keeps to what dplab runs.
+    `data_parallel_only` keeps to what dplab runs. `space`: more or less to choose from; the optimizer stays on the GPU
+    unless `Space(offload=("none", "optimizer"))` says that it may leave.
     Raises UsageError for bad input, and where nothing fits, telling the least memory and GPUs that would do.
     """
     started = time.perf_counter()
@@ -76,7 +77,7 @@ def plan(model: str | Path | dict[str, Any] | Profile, cluster: str | Cluster | 
     misfits: list[memory.Memory] = []
     for name in _precisions(precision, task.cluster):
         program = named_recipe(recipe or task.cluster.recipe).with_precision(PRECISIONS[name])
-        split = grid.candidates(task.cluster.count, task.samples, task.profile, program, task.space)
+        split = grid.candidates(task.cluster, task.samples, task.profile, program, task.space)
         searched += len(split.dp)
         legal, broken = grid.sift(split, grid.laws(split, task.profile, task.cluster, task.samples))
         rejected += broken
@@ -107,6 +108,9 @@ def _checked(profile: Profile, cluster: Cluster, tokens: int, limit: str | float
     if not 0 < bytes_ <= cluster.gpu.memory:
         raise UsageError(f"memory limit {bytes_ / 2**30:.4g} GiB is not allowed; {cluster.gpu.name} has "
                          f"{cluster.gpu.memory / 2**30:.4g} GiB = {cluster.gpu.memory / 1e9:.4g} GB")
+    if cluster.gpu.measured is not None and "optimizer" in space.offload:
+        raise UsageError(f"there is nothing to offload to on {cluster}: its ranks compute in the host's memory; leave "
+                         f"offload out")
     if data_parallel_only or cluster.gpu.measured is not None:
         space = replace(space, largest_tensor=1, largest_pipeline=1)
     return _Task(profile=profile, cluster=cluster, samples=samples, limit=bytes_, space=space)
@@ -139,13 +143,14 @@ def _fitting(split: Split, program: Recipe, task: _Task) -> tuple[Split, tuple[R
 
 
 def _best(split: Split, program: Recipe, task: _Task, precision: str, *, keep: int) -> list[Plan]:
-    """The fastest of each dp x tp x pp x ZeRO, the first few of them run event by event."""
+    """The fastest of each dp x tp x pp x ZeRO x groups x offload, the first few of them run event by event."""
     if not len(split.dp):
         return []
     steps = np.broadcast_to(cost.predict(task.profile, split, task.cluster, program).step, split.dp.shape)
     chosen: dict[tuple[int, ...], int] = {}
     for place in np.argsort(steps, kind="stable"):
-        key = tuple(int(field[place]) for field in (split.dp, split.tp, split.pp, split.zero))
+        key = tuple(int(field[place]) for field in (split.dp, split.tp, split.pp, split.zero, split.groups,
+                                                    split.offload))
         chosen.setdefault(key, int(place))
         if len(chosen) >= keep:
             break
@@ -183,7 +188,19 @@ def _nothing(task: _Task, misfits: Sequence[memory.Memory], rejected: Sequence[R
             f"needs {float(leanest.total) / 2**30:.4g} GiB = {float(leanest.total) / 1e9:.4g} GB a GPU, and "
             f"{task.limit / 2**30:.4g} GiB are allowed; ")
     enough = _enough(task, leanest.recipe)
-    return text + (f"{enough} of these GPUs would do" if enough else "no number of these GPUs would do")
+    text += f"{enough} of these GPUs would do" if enough else "no number of these GPUs would do"
+    return text + ("; so would these with the optimizer on the host (--offload)" if _offloaded(task, leanest.recipe)
+                   else "")
+
+
+def _offloaded(task: _Task, program: Recipe) -> bool:
+    """True where some layout fits once the optimizer may leave the GPU."""
+    if task.cluster.gpu.measured is not None or "optimizer" in task.space.offload:
+        return False
+    split = grid.candidates(task.cluster, task.samples, task.profile, program, replace(task.space, offload=OFFLOAD[1:]))
+    legal, _ = grid.sift(split, grid.laws(split, task.profile, task.cluster, task.samples))
+    split = split.take(np.flatnonzero(legal))
+    return bool(len(split.dp) and np.any(memory.predict(task.profile, split, program).total <= task.limit))
 
 
 def _enough(task: _Task, program: Recipe) -> int | None:
@@ -195,8 +212,8 @@ def _enough(task: _Task, program: Recipe) -> int | None:
         larger = replace(task.cluster, count=count, per_node=node)
         samples = max(task.samples, count)
         samples += -samples % count
-        split = grid.candidates(count, samples, task.profile, program, replace(task.space, micro_batches=(1,),
-                                                                              chunks=(1,)))
+        split = grid.candidates(larger, samples, task.profile, program, replace(task.space, micro_batches=(1,),
+                                                                                chunks=(1,)))
         legal, _ = grid.sift(split, grid.laws(split, task.profile, larger, samples))
         split = split.take(np.flatnonzero(legal))
         if len(split.dp) and np.any(memory.predict(task.profile, split, program).total <= task.limit):

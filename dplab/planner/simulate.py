@@ -54,7 +54,7 @@ def simulate(profile: Profile, split: Split, cluster: Cluster, recipe: Recipe) -
             lanes[op.stage].compute(op.kind, f"micro-batch {op.micro_batch}", op.start, op.end)
         for lane, back in zip(lanes, backward, strict=True):
             lane.reduce_behind(lane.now - (back if recipe.overlap else 0.0), lane.now)
-    adam = float(cost.optimizer(made.numel, split, cluster, recipe))
+    adam = float(cost.optimizer(made, split, cluster, recipe))
     for lane in lanes:
         lane.finish(adam)
     end = max(lane.now for lane in lanes)
@@ -133,11 +133,13 @@ class _Lane:
     def collective(self, name: str, size: float, ready: float, *, purpose: str = "grads",
                    bucket: int | None = None) -> _Sent:
         """Issues one at `ready`; it starts when the wire is free."""
-        group = self.made.groups.data
-        took = float(getattr(group, name)(size))
+        groups, shard, copies = self.made.groups, self.split.shard, self.split.groups
+        took = float({"all_reduce": groups.data.all_reduce, "reduce_scatter": groups.reduce_scatter,
+                      "all_gather": groups.shard.all_gather}[name](size))
         start = max(ready, self.wire)
         self.wire = start + took
-        sent = size * (self.split.dp - 1) / self.split.dp * (2 if name == "all_reduce" else 1)
+        sent = 2 * (self.split.dp - 1) / self.split.dp * size if name == "all_reduce" else (shard - 1) / shard * size
+        sent += 2 * (copies - 1) / copies * size / shard if name == "reduce_scatter" else 0.0
         attrs = {"purpose": purpose, "bucket": bucket, "bytes": round(sent), "exposed": 0, "filled": _ns(ready)}
         self.events.append(Event("collective", name, self.rank, 0, _ns(ready), _ns(self.wire), attrs))
         self.open.append(_Sent(start, self.wire, attrs))

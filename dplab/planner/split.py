@@ -12,6 +12,10 @@ RECOMPUTE = ("none", "selective", "full", "products", "alternate")
 `products` keeps attention's result and every second matrix product's (torchtitan's selective checkpointing by
 operation), `alternate` is full on every second layer."""
 
+OFFLOAD = ("none", "optimizer")
+"""`optimizer` keeps gradients' shards, master weights and moments in the host's memory, and steps there (ZeRO-Offload,
+arXiv:2101.06840)."""
+
 Count = Any
 """A whole number, or an integer array with one entry a candidate."""
 
@@ -21,7 +25,8 @@ class Split:
     """Data x tensor x pipeline degrees and what a micro-batch does. Fields are numbers, or arrays of equal length.
 
     `micro_batch` samples pass at once, `accumulate` micro-batches make a step on each of `dp` replicas;
-    `recompute` indexes RECOMPUTE; `chunks` is the pipeline's interleaving.
+    `recompute` indexes RECOMPUTE, `offload` OFFLOAD; `chunks` is the pipeline's interleaving. What ZeRO shards lies on
+    `shard` ranks, again in each of `groups` groups (hybrid sharding): dp = groups x shard.
     """
 
     dp: Count = 1
@@ -32,6 +37,13 @@ class Split:
     accumulate: Count = 1
     recompute: Count = 0
     chunks: Count = 1
+    groups: Count = 1
+    offload: Count = 0
+
+    @property
+    def shard(self) -> Count:
+        """Ranks that states are cut over."""
+        return self.dp // self.groups
 
     @property
     def ranks(self) -> Count:

@@ -102,7 +102,7 @@ def test_nothing_better_is_left_out():
 
 def test_every_rejection_is_counted_once():
     profile, machine = configs.model("llama-3-8b"), cluster("2x8xH100-SXM-80GB")
-    split = grid.candidates(16, 96, profile, recipe("modern"), Space())
+    split = grid.candidates(machine, 96, profile, recipe("modern"), Space())
     left, rejected = grid.sift(split, grid.laws(split, profile, machine, 96))
     assert int(left.sum()) + sum(item.count for item in rejected) == len(split.dp)
     kept = split.take(np.flatnonzero(left))
