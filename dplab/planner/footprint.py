@@ -17,7 +17,7 @@ from typing import Any
 
 from dplab.errors import UsageError
 from dplab.planner.units import Unit, unit_of
-from dplab.specs import DTYPE_BYTES, PRECISIONS, SHARDINGS, Placement, Precision, Sharding, Strategy
+from dplab.specs import DTYPE_BYTES, PRECISIONS, SHARDINGS, Placement, Precision, Recompute, Sharding, Strategy
 
 MODEL_STATES = ("params", "grads", "optimizer", "master")
 OPTIMIZER_SLOTS = {"adamw": 2, "adam": 2, "nadam": 2, "radam": 2, "adamax": 2,
@@ -258,7 +258,8 @@ def estimate(params: float | str | Path | dict[str, Any], world_size: int, strat
     note = "activations, buckets, gathered units, the framework's own memory and fragmentation are not in it"
     if shape is not None:
         compute = DTYPE_BYTES[chosen.precision.autocast or chosen.precision.param or "fp32"]
-        activations, text = shape.activations(element_bytes=compute, recompute=chosen.recompute == "full")
+        again = Recompute.parse(chosen.recompute).everything("estimate(shape=...)")
+        activations, text = shape.activations(element_bytes=compute, recompute=again)
         formula += f"; activations (arXiv:2205.05198) = {text} = {activations / 1e9:.4g} GB"
         formulas["activations"] = f"{text} (arXiv:2205.05198)"
         note = "buckets, gathered units, the framework's own memory and fragmentation are not in it"

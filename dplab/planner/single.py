@@ -16,7 +16,7 @@ from dplab.planner.recipes import Recipe
 from dplab.planner.recipes import recipe as named_recipe
 from dplab.planner.simulate import simulate
 from dplab.planner.split import Split
-from dplab.specs import PRECISIONS, SHARDINGS, Strategy
+from dplab.specs import PRECISIONS, SHARDINGS, Recompute, Strategy
 
 
 def predict(model: str | Path | dict[str, Any] | Profile, cluster: str | Cluster, strategy: Strategy | str, *,
@@ -35,8 +35,9 @@ def predict(model: str | Path | dict[str, Any] | Profile, cluster: str | Cluster
     chosen = Strategy.parse(strategy) if here else with_default_precision(strategy)
     program = named_recipe(recipe or place.recipe).with_precision(chosen.precision)
     place.gpu.flops(program.dtype)
+    again = Recompute.parse(chosen.recompute).everything("a predicted step")
     split = Split(dp=place.count, zero=list(SHARDINGS).index(chosen.sharding.name), micro_batch=micro_batch,
-                  accumulate=chosen.accumulate, recompute=2 if chosen.recompute == "full" else 0)
+                  accumulate=chosen.accumulate, recompute=2 if again else 0)
     name = next((name for name, known in PRECISIONS.items() if known == chosen.precision), "own precision")
     return Plan(split=split, precision=name, step=simulate(profile, split, place, program).step,
                 memory=memory.predict(profile, split, program), cost=cost.predict(profile, split, place, program))

@@ -9,10 +9,11 @@ from typing import Any
 from dplab.errors import UsageError
 from dplab.planner import configs, memory
 from dplab.planner.activations import divided, whole
+from dplab.planner.again import under
 from dplab.planner.footprint import OPTIMIZER_SLOTS, Estimate, model_states, precision_told, with_default_precision
 from dplab.planner.recipes import Recipe
 from dplab.planner.split import Split
-from dplab.specs import SHARDINGS, Strategy
+from dplab.specs import SHARDINGS, Recompute, Strategy
 
 _ALIVE = ("activations", "working", "logits")
 _OTHERS = ("gathered", "buckets", "slack", "context")
@@ -32,8 +33,8 @@ def estimate_model(model: str | Path | dict[str, Any], world_size: int, strategy
     program = Recipe().with_precision(chosen.precision)
     program = replace(program, moments=OPTIMIZER_SLOTS[optimizer] * (program.master or program.param))
     split = Split(dp=world_size, zero=list(SHARDINGS).index(chosen.sharding.name), micro_batch=micro_batch,
-                  accumulate=chosen.accumulate, recompute=2 if chosen.recompute == "full" else 0)
-    told = memory.predict(profile, split, program)
+                  accumulate=chosen.accumulate)
+    told, more = under(Recompute.parse(chosen.recompute), profile, split, program)
     states = model_states(profile.parameters, sharding=chosen.sharding, shard=world_size, precision=chosen.precision,
                           optimizer_slots=OPTIMIZER_SLOTS[optimizer], accumulate=chosen.accumulate,
                           reduces_every_backward=chosen.reduces_every_backward)
@@ -43,6 +44,7 @@ def estimate_model(model: str | Path | dict[str, Any], world_size: int, strategy
         sizes[name] for name in (*_ALIVE, "gathered", "buckets"))))
     alive = round(sum(sizes[name] for name in _ALIVE))
     formulas = memory.formulas(told)
+    formulas["activations"] += more
     if states["grads"] != round(sizes["grads"]):
         formulas["grads"] += ", whole between the backwards of a window"
     formulas["activations"] = " + ".join(formulas[name] for name in _ALIVE if sizes[name])

@@ -40,3 +40,10 @@ class Recompute:
             if budget > 0:
                 return cls(text=text, on=True, budget=budget)
         raise UsageError(f"Strategy(recompute={text!r}) is not allowed; recompute is one of {FORMS}")
+
+    def everything(self, who: str) -> bool:
+        """True for `full`, False for `none`; UsageError for what `who` has no figure of."""
+        if self.text not in ("none", "full"):
+            raise UsageError(f"{who} has no figure of recompute={self.text}; give none or full, or ask dplab.estimate "
+                             f"with a model's name or config for its memory")
+        return self.on

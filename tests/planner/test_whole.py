@@ -10,6 +10,8 @@ import dplab
 from dplab.cli import main
 from dplab.errors import UsageError
 from dplab.planner import configs
+from dplab.planner.footprint import ModelShape
+from dplab.planner.single import predict
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1+bf16+accum4", "zero2+fp32", "zero3+amp-bf16",
@@ -78,6 +80,36 @@ def test_more_samples_and_longer_sequences_cost_activations():
     assert long.activations_bytes == 2 * small.activations_bytes
     again = dplab.estimate("gpt2", 2, "zero1+bf16+recompute", micro_batch=4, sequence=512)
     assert again.activations_bytes < wide.activations_bytes
+
+
+def test_kept_kinds_lie_between_full_and_nothing_computed_again():
+    full, attention, both, none = (
+        dplab.estimate("gpt2", 2, f"zero1+bf16+recompute={way}", micro_batch=4, sequence=512).activations_bytes
+        for way in ("full", "keep:attention", "keep:attention:matmul", "none"))
+    assert full < attention < both < none + 12 * 4 * 512 * 768 * 64
+    rows = 12 * 4 * 512
+    assert attention - full == rows * (2 * 768 + 4 * 12)
+    assert both - attention == rows * 2 * (3 * 768 + 768 + 4 * 768 + 768)
+
+
+def test_a_budget_is_met_with_as_few_layers_as_it_takes():
+    def alive(way):
+        return dplab.estimate("gpt2", 2, f"zero1+bf16+recompute={way}", micro_batch=4, sequence=512).activations_bytes
+
+    full, none = alive("full"), alive("none")
+    assert alive(f"{none / 2**20 + 1:.2f}mb") == none
+    budget = (full + none) / 2 / 2**20
+    told = dplab.estimate("gpt2", 2, f"zero1+bf16+recompute={budget:.2f}mb", micro_batch=4, sequence=512)
+    assert full < told.activations_bytes <= budget * 2**20
+    assert "layers that are not computed again" in told.formulas["activations"]
+    with pytest.raises(UsageError, match=r"recompute=9mb: with every layer computed again activations still .* MiB; "
+                                         r"give at least .*mb, or a smaller micro-batch"):
+        alive("9mb")
+    shape = ModelShape(layers=2, hidden=64, heads=2, sequence=8)
+    with pytest.raises(UsageError, match=r"estimate\(shape=...\) has no figure of recompute=9mb; give none or full"):
+        dplab.estimate(1e6, 2, "ddp+recompute=9mb", shape=shape)
+    with pytest.raises(UsageError, match="a predicted step has no figure of recompute=9mb; give none or full"):
+        predict("gpt2", "8xA100-SXM-80GB", "ddp+bf16+recompute=9mb")
 
 
 def test_a_config_in_place_of_a_name():
