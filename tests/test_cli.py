@@ -162,6 +162,7 @@ def test_explain(capsys):
     (["train", "--data", "/nowhere"], "data path '/nowhere' does not exist; give a file or a folder of text"),
     (["train", "--data", os.devnull], "'/dev/null' is neither a file nor a folder"),
     (["compare", "ddp", "horovod"], "system 'horovod' is not known; use single, ddp, zero1, zero2, zero3"),
+    (["compare", "torch:ddp@mpi"], "system 'torch:ddp@mpi': backend 'mpi' is not known; use one of nccl, gloo, shm"),
     (["compare", "ddp", "ddp"], "system 'ddp' is given twice; name each system once"),
     (["compare", "zero2+accum4"], "leave accum4 out"),
     (["compare", "zero2", "--data", "/nowhere"], "data path '/nowhere' does not exist"),

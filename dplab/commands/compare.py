@@ -20,8 +20,8 @@ from dplab.telemetry.summary import Summary
 from dplab.workloads.catalog import workload
 
 DEFAULT = ["ddp", "zero1", "zero2", "zero3", "single"]
-_WARM_UP = 3
-"""Steps of a first turn that is not counted."""
+_WARM_UP = 6
+"""Steps of a first turn that is not counted; memory is looked at during it, which costs time."""
 _FEWEST_PAIRS = 6
 """Below this many pairs the resampled medians are little more than the pairs themselves: no interval is told."""
 _NOTES = f"""how to read it:
@@ -33,7 +33,7 @@ _NOTES = f"""how to read it:
   tokens/s       (samples/s of images) of all ranks at this step time, without the waiting between turns (dplab attach
                  RUN tells the rate from first to last step)
   last loss      of the last counted step, mean over ranks; {_WARM_UP} steps to warm up come before those that count
-  MB, all ranks  private bytes of all ranks and their shared pages once, at the peak
+  MB, all ranks  private bytes of all ranks and their shared pages once, at the peak of the steps to warm up
   sent MB/step   by rank 0, where the system counts"""
 
 
@@ -44,7 +44,8 @@ def add(verbs: Verbs) -> None:
                   notes=_NOTES)
     parser.add_argument("systems", nargs="*", metavar="SYSTEM",
                         help="ddp, zero1, zero2, zero3, a longer strategy, torch:ddp, torch:zero1, torch:fsdp2, "
-                             "deepspeed:1|2|3, single (no synchronisation at all); the first is what ratios are "
+                             "deepspeed:1|2|3 (CPU ranks over gloo, as their own users have them; torch:ddp@shm: over "
+                             "dplab's shm), single (no synchronisation at all); the first is what ratios are "
                              f"taken to (default: {' '.join(DEFAULT)})")
     parser.add_argument("--steps", type=whole_number, default=40, help="counted steps a system (default: 40)")
     parser.add_argument("--block", type=whole_number, default=4, help="steps a turn (default: 4)")
@@ -63,7 +64,7 @@ class Contender:
 
     def turn(self, steps: int, *, counted: bool) -> None:
         """A block of steps. Its time is the slowest rank's, its loss the mean over ranks."""
-        answers = self.world.turn(steps)
+        answers = self.world.turn(steps, watched=not counted)
         self.losses += [statistics.fmean(losses)
                         for losses in zip(*(answer["losses"] for answer in answers), strict=True)]
         if counted:
@@ -99,7 +100,7 @@ def _start(each: System, args: argparse.Namespace, kwargs: dict[str, Any], world
     from dplab.launcher.launch import LABEL_LENGTH, launch
 
     run = launch("dplab.peers.serve:serve", world_size=args.world_size, args=(each.name,), kwargs=kwargs,
-                 backend=args.backend, threads=threads_of(args), detach=False,
+                 backend=each.backend or args.backend, threads=threads_of(args), detach=False,
                  label=f"compare {each.name}"[:LABEL_LENGTH])
     world = KeptWorld(run, args.world_size)
     worlds.callback(world.close)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dplab.errors import UsageError
 from dplab.specs import SHARDINGS, Strategy
@@ -15,14 +15,24 @@ TURNS, ANSWERS = "turns", "answers"
 gave (one JSON object a line)."""
 
 
+BACKENDS = ("nccl", "gloo", "shm")
+
+
 @dataclass(frozen=True, kw_only=True)
 class System:
-    """`module` below dplab.peers, `strategy` what its `start` gets, `needs` a distribution to install."""
+    """`module` below dplab.peers, `strategy` what its `start` gets, `needs` a distribution to install; `backend` is
+    what was asked for by name."""
 
     name: str
     module: str
     strategy: str = ""
     needs: str | None = None
+    backend: str | None = None
+
+    @property
+    def rival(self) -> bool:
+        """True for another's system, which has what its own users have: CPU ranks talk over gloo."""
+        return self.module not in ("ours", "single")
 
     def missing(self) -> str | None:
         """Why it cannot run here, or None."""
@@ -32,7 +42,15 @@ class System:
 
 
 def system(name: str) -> System:
-    """By the name that `dplab compare` takes; UsageError for one that is not known or not implemented."""
+    """By the name that `dplab compare` takes, a backend behind an @ where one is wanted (`torch:ddp@shm`); UsageError
+    for one that is not known or not implemented."""
+    plain, at, backend = name.partition("@")
+    if at and backend not in BACKENDS:
+        raise UsageError(f"system {name!r}: backend {backend!r} is not known; use one of {', '.join(BACKENDS)}")
+    return replace(_system(plain), name=name, backend=backend or None)
+
+
+def _system(name: str) -> System:
     if name == "single":
         return System(name=name, module="single")
     if name in PEERS:

@@ -26,9 +26,10 @@ from dplab.workloads.catalog import optimizer_class, workload
 def serve(name: str, *, model: str, data: str | None, batch_size: int, lr: float, seed: int,
           optimizer: str) -> dict[str, Any]:
     """What every rank of a kept world runs. Returns the trainer's memory and wire."""
-    world = dplab.init()
-    torch.manual_seed(seed)
     chosen = system(name)
+    stock = chosen.rival and "DPLAB_BACKEND" not in os.environ and not torch.accelerator.is_available()
+    world = dplab.init(backend="gloo" if stock else None)
+    torch.manual_seed(seed)
     setup = Setup(model=models.build(model).to(world.device), lr=lr, world=world, strategy=chosen.strategy,
                   optimizer=getattr(torch.optim, optimizer_class(optimizer)))
     dataset = corpora.dataset(data, images=workload(model).data == "images")

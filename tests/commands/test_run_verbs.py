@@ -211,7 +211,7 @@ def test_a_stop_that_was_asked_for_is_no_failure(capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("DPLAB_RUNS", str(tmp_path))
     run = dplab.launch("dplab.workloads.train:train", world_size=2, detach=False,
                        kwargs={"steps": 100_000, "batch_size": 1})
-    wait_until(lambda: (run.step or 0) > 1)
+    wait_until(lambda: (run.steps or 0) > 1)
     status, out, _ = said(capsys, "attach", run.id, "--stop", "--json")
     data = json.loads(out)
     assert (status, data["state"], data["failure"], data["stopped_by"]) == (0, "stopped", None, "stop was asked for")
@@ -233,7 +233,7 @@ def test_a_run_that_is_removed_under_way_ends_train_too(tmp_path):
                                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
                                env={**os.environ, "DPLAB_RUNS": str(tmp_path)})
     try:
-        wait_until(lambda: any((run.step or 0) > 0 for run in dplab.runs(tmp_path)))
+        wait_until(lambda: any((run.steps or 0) > 0 for run in dplab.runs(tmp_path)))
         shutil.rmtree(dplab.runs(tmp_path)[0].path)
         out, err = process.communicate(timeout=60)
     finally:
@@ -293,7 +293,7 @@ def test_input_that_a_rank_refuses_is_bad_usage_too(verb, capsys, tmp_path):
 
 
 def test_compare_measures_the_same_work(capsys):
-    systems = ["ddp", "zero3", "torch:ddp", "single"]
+    systems = ["ddp", "zero3@gloo", "torch:ddp", "single"]
     status, out, err = said(capsys, "compare", *systems, "--steps", "5", "--block", "2", "--json", *QUICK)
     data = json.loads(out)
     assert status == 0
@@ -303,16 +303,17 @@ def test_compare_measures_the_same_work(capsys):
     for row in rows.values():
         assert set(row) >= TRAIN_KEYS | {"ratio"}
         assert row["ratio"]["low"] is row["ratio"]["high"] is None      # three blocks are too few for an interval
-        assert (row["steps"], row["warm_up_steps"]) == (5, 3)
+        assert (row["steps"], row["warm_up_steps"]) == (5, 6)
         run = dplab.attach(row["run_dir"])
         if row["wire"]:
             assert f"loss {row['loss_last']:.3f}" in repr(run)
         assert row["peak_total_bytes"] >= sum(row["peak_bytes"]) > 0
-    assert rows["ddp"]["loss_last"] == pytest.approx(rows["zero3"]["loss_last"], abs=1e-5)
+    assert rows["ddp"]["loss_last"] == pytest.approx(rows["zero3@gloo"]["loss_last"], abs=1e-5)
     assert rows["ddp"]["loss_last"] == pytest.approx(rows["torch:ddp"]["loss_last"], abs=1e-4)
     assert rows["single"]["loss_last"] != pytest.approx(rows["ddp"]["loss_last"], abs=1e-4)
     assert rows["ddp"]["ratio"] == {"median": 1, "low": None, "high": None}
     assert rows["torch:ddp"]["wire"] == {}
+    assert {rows[name]["backend"] for name in ("torch:ddp", "zero3@gloo")} == {"gloo"}
     assert [line for line in err.splitlines() if line.startswith("starting ")] == [
         f"starting {name} ({number} of 4)" for number, name in enumerate(systems, 1)]
     assert all(re.search(rf"^block {number}/3, about [\d,]+ s to go$", err, re.MULTILINE) for number in (1, 2, 3))
@@ -358,11 +359,11 @@ def test_a_rank_that_dies_in_its_turn_ends_the_comparison():
     world = KeptWorld(run, 2)
     try:
         world.connect()
-        assert [len(answer["losses"]) for answer in world.turn(3)] == [3, 3]
+        assert [len(answer["losses"]) for answer in world.turn(3, watched=True)] == [3, 3]
         victim = RunDirectory(run.path).processes()["ranks"][1]
         os.kill(victim.pid, signal.SIGKILL)
         with pytest.raises(RankFailed, match="rank 1 of 2 was killed by SIGKILL"):
-            world.turn(3)
+            world.turn(3, watched=True)
     finally:
         world.close()
     assert run.state == "failed"

@@ -107,3 +107,11 @@ def test_what_is_not_installed_says_how_to_get_it(monkeypatch):
 def test_a_system_that_is_not_possible(name, sentence):
     with pytest.raises(UsageError, match=sentence.replace("+", r"\+")):
         system(name)
+
+
+def test_a_system_may_name_its_backend():
+    assert (system("torch:ddp@shm").backend, system("torch:ddp@shm").module) == ("shm", "torch_ddp")
+    assert (system("zero2+bf16@gloo").backend, system("zero2+bf16@gloo").strategy) == ("gloo", "zero2+bf16")
+    assert system("deepspeed:2").backend is None
+    assert [system(name).rival for name in ("ddp", "single", "torch:fsdp2", "deepspeed:1@gloo")] == [
+        False, False, True, True]
