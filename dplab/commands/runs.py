@@ -99,5 +99,5 @@ def _row(run: Run) -> dict[str, Any]:
         spec = run.spec
         row |= {"strategy": spec.strategy, "world_size": spec.world_size, "function": spec.function,
                 "label": spec.label, "started": run.started.isoformat(timespec="seconds")}
-        row["step"] = run.step
+        row["step"] = run.steps
     return {"id": run.id, "state": state, **row, "failure": run.failure, "run_dir": str(run.path)}

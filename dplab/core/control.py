@@ -27,6 +27,7 @@ class Told:
     """What all ranks together said. `backwards` is 0 where no rank had one."""
 
     stop: bool
+    pause: bool
     overflow: bool
     weighted: bool
     backwards: int
@@ -53,7 +54,7 @@ class Control:
     backwards: int
     model: Model
 
-    FLAGS = ("changed", "wrote", "stop", "overflow", "weighted", "unweighted")
+    FLAGS = ("changed", "wrote", "stop", "pause", "overflow", "weighted", "unweighted")
 
     @classmethod
     def send(cls, world: Collectives, buckets: Sequence[Bucket], flags: dict[str, bool], backwards: int,
@@ -73,7 +74,7 @@ class Control:
         """What all ranks said; marks in every bucket the slots that moved somewhere."""
         self.pending.wait()
         values = iter(self.message.tolist())
-        changed, wrote, stop, overflow, weighted, unweighted = (bool(next(values)) for _ in self.FLAGS)
+        changed, wrote, stop, pause, overflow, weighted, unweighted = (bool(next(values)) for _ in self.FLAGS)
         digest, trained, options, count = ([next(values) for _ in range(8)] for _ in range(4))
         # what all ranks have read is the same, so all of them go on to the same refusal
         if changed:
@@ -96,7 +97,7 @@ class Control:
                              f"engine.backward(loss_sum, weight=...)")
         for bucket in self.buckets:
             bucket.moved = [bool(next(values)) for _ in bucket.parameters]
-        return Told(stop, overflow, weighted, int.from_bytes(bytes(count[:4]), "little"), tuple(values))
+        return Told(stop, pause, overflow, weighted, int.from_bytes(bytes(count[:4]), "little"), tuple(values))
 
 
 def _refuse_difference(world: Collectives) -> None:

@@ -38,6 +38,7 @@ class Window:
     closed: bool = False
     divisor: float = 1.0
     stop: bool = False
+    pause: bool = False
     overflow: bool = False
     buffers: tuple[int, ...] = ()
 
@@ -143,7 +144,8 @@ class Reduction:
         if self.window.unreduced:
             self._launch_rest()
         flags = {"weighted": self.window.weighted, "unweighted": self.window.unweighted,
-                 "stop": self.recorder.stop_requested(), "overflow": False}
+                 "stop": self.recorder.stop_requested(), "overflow": False,
+                 "pause": self.recorder.pause().holds(self.recorder.step + 1)}
         if self.scaler is not None:
             # the vote is about the sums, so these must be there before it
             self._end_all(last=True)
@@ -151,7 +153,8 @@ class Reduction:
         control = Control.send(self.mesh.world, self.buckets, flags, self.window.backwards, self.model)
         self._end_all(last=True)
         told = control.read()
-        self.window.stop, self.window.overflow, self.window.buffers = told.stop, told.overflow, told.buffers
+        self.window.stop, self.window.pause = told.stop, told.pause
+        self.window.overflow, self.window.buffers = told.overflow, told.buffers
         if told.overflow:
             self._refuse_at_floor()
         self.window.divisor = self._divisor(told)

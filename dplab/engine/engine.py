@@ -13,9 +13,11 @@ from dplab.checkpoint.checkpoints import Checkpoints, Place, Stateful
 from dplab.checkpoint.saving import Saving
 from dplab.checkpoint.trained import Trained
 from dplab.core import build, norm
+from dplab.core.boundary import Boundary
 from dplab.core.buffers import Buffers, Rule
 from dplab.core.census import Census
 from dplab.core.control import Model
+from dplab.core.described import describe
 from dplab.core.full import Full
 from dplab.core.gathers import GatheredUnit, Gathers, UnitHooks, in_backward
 from dplab.core.hooks import ForwardHooks, hook_parameters, refuse_copies, refuse_whole
@@ -26,7 +28,7 @@ from dplab.core.recompute import Recomputation, recomputable
 from dplab.core.reduction import Reduction
 from dplab.core.scaler import LossScaler
 from dplab.core.units import UnitRule, find_units
-from dplab.errors import RunStopped, UsageError, WireError
+from dplab.errors import UsageError, WireError
 from dplab.specs import Placement, Recompute, Strategy
 from dplab.telemetry import recorder
 from dplab.telemetry.recorder import now
@@ -73,6 +75,8 @@ class Engine:
         refuse_copies(model)
         self._forward_hooks = ForwardHooks(model, self._reduction, self._ledger, strategy.precision, world.device)
         made.zero_grad = model.zero_grad = self.zero_grad  # type: ignore[method-assign]
+        self._recorder.gauge("layout", **describe(self._buckets, mesh, strategy, world.device))
+        self._boundary = Boundary(self._recorder, world.device)
         self._step_began = now()
         self.steps = 0
         self._losses: list[tuple[torch.Tensor, float]] = []
@@ -277,7 +281,7 @@ class Engine:
 
     def _end_step(self, moved: bool) -> None:
         reduction, end = self._reduction, now()
-        micro_batches, stop = reduction.window.backwards, reduction.window.stop
+        window = reduction.window
         if reduction.scaler is not None and reduction.window.closed:
             reduction.scaler.update(overflow=reduction.window.overflow)
             self._recorder.gauge("loss_scale", value=reduction.scaler.scale)
@@ -289,14 +293,13 @@ class Engine:
             total = sum(loss.item() for loss, _ in self._losses)
             self._recorder.gauge("loss", value=total / (sum(weight for _, weight in self._losses) or 1.0))
             self._losses.clear()
-        self._recorder.span("step", "train", self._step_began, end, micro_batches=micro_batches, moved=moved)
+        self._recorder.span("step", "train", self._step_began, end, micro_batches=window.backwards,
+                            moved=moved)
         self._recorder.step += 1
         self._step_began = end
         self.steps += 1
         self.zero_grad()
-        if stop:
-            self._recorder.flush()
-            raise RunStopped(f"the run was asked to stop; it ended after step {self._recorder.step - 1}")
+        self._boundary.cross(stop=window.stop, pause=window.pause)
 
 
 def _describe(value: Any) -> str:

@@ -12,6 +12,7 @@ import shutil
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -60,7 +61,7 @@ def launch(
     UsageError: a value that is not allowed, arguments that do not fit the function, something that cannot travel.
     RunError: the run's directory or its first process cannot be made.
     """
-    spec = _check(function, world_size, strategy, backend, detach, label)
+    spec = _check(payload.function_name(function), world_size, strategy, backend, detach, label)
     if warm not in (True, False, None):
         raise UsageError(f"launch(warm={warm!r}) is not allowed; warm is True, False or None")
     cwd = _current_folder()
@@ -68,15 +69,59 @@ def launch(
     threads = _threads(threads, world_size, environ)
     args, kwargs = _check_args(args), _check_kwargs(kwargs)
     payload.require_fit(function, args, kwargs)
-    call = payload.encode(function, args, kwargs)
-    directory = _make_directory(_root(root), spec, cwd)
+    return _launch(spec, Call(payload.encode(function, args, kwargs), threads, cwd, environ, _root(root), warm))
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a run is made from besides its spec; the process that launched it keeps it, so that it can again."""
+
+    encoded: bytes
+    threads: int
+    cwd: str
+    environ: dict[str, str]
+    root: Path
+    warm: bool | None
+
+
+def launch_again(run: Run, *, strategy: Strategy | str | None, world_size: int | None, label: str | None) -> Run:
+    """`Run.relaunch`: everything is checked before the run that goes is stopped."""
+    old = run.spec
+    spec = _check(old.function, old.world_size if world_size is None else world_size,
+                  old.strategy if strategy is None else strategy, old.backend, old.detach,
+                  old.label if label is None else label)
+    call = run._call or _found(run)
+    if world_size is not None and world_size != old.world_size and run._call is None:
+        call = replace(call, threads=_threads(None, world_size, call.environ))
+    run.stop()
+    return _launch(spec, call)
+
+
+def _found(run: Run) -> Call:
+    """The call of a run that another process launched: its directory keeps it while it goes."""
+    directory = RunDirectory(run.path)
+    directory.require_private()
+    try:
+        encoded = (run.path / payload.CALL).read_bytes()
+    except OSError as error:
+        raise RunError(f"run {run.id} cannot be launched again: it has ended, and only the process that launched it "
+                       f"keeps what it called; call dplab.launch with its function ({run.spec.function})") from error
+    environ = dict(os.environ)
+    return Call(encoded, _threads(None, run.spec.world_size, environ), str(directory.info().get("cwd") or os.getcwd()),
+                environ, run.path.parent, None)
+
+
+def _launch(spec: RunSpec, call: Call) -> Run:
+    directory = _make_directory(call.root, spec, call.cwd)
     job = Job(
-        directory=str(directory.path), world_size=world_size, threads=threads,
-        strategy=spec.strategy, backend=backend, cwd=cwd, environ=environ,
+        directory=str(directory.path), world_size=spec.world_size, threads=call.threads,
+        strategy=spec.strategy, backend=spec.backend, cwd=call.cwd, environ=call.environ,
         sys_path=[os.path.abspath(entry) for entry in sys.path],
-        launcher=None if detach else Identity.of(os.getpid()), function=spec.function)
-    _start(directory, job, call, warm)
-    return Run(directory)
+        launcher=Identity.of(os.getpid()) if not spec.detach else None, function=spec.function)
+    _start(directory, job, call.encoded, call.warm)
+    run = Run(directory)
+    run._call = call
+    return run
 
 
 def _start(directory: RunDirectory, job: Job, call: bytes, warm: bool | None) -> None:
@@ -94,9 +139,8 @@ def _start(directory: RunDirectory, job: Job, call: bytes, warm: bool | None) ->
         raise
 
 
-def _check(function: payload.Function, world_size: int, strategy: Strategy | str | None, backend: str | None,
+def _check(name: str, world_size: int, strategy: Strategy | str | None, backend: str | None,
            detach: bool, label: str | None) -> RunSpec:
-    name = payload.function_name(function)
     _check_label(label)
     if strategy is not None:
         strategy = Strategy.parse(strategy)
@@ -210,7 +254,7 @@ def _versions() -> dict[str, str | None]:
 
 
 def _write(directory: RunDirectory, call: bytes) -> None:
-    path = directory.path / "call.pkl"
+    path = directory.path / payload.CALL
     try:
         write_json(directory.path / "starter.json", None)
         payload.write_private(path, call)

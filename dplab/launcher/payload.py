@@ -26,6 +26,8 @@ from dplab.launcher import reference
 from dplab.telemetry.rundir import RunDirectory
 
 Function = Callable[..., Any] | str
+CALL = "call.pkl"
+"""The call, in the run's directory for as long as the run goes."""
 
 _BY_VALUE = threading.Lock()
 """cloudpickle's list of modules that travel by value is one for the process."""
@@ -97,7 +99,7 @@ def encode(function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -
 
 def load_call(directory: RunDirectory) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
     """In a rank: function, args and kwargs. Whatever importing or unpickling raises goes up as it is."""
-    function, args, kwargs, sources = _load(directory, directory.path / "call.pkl")
+    function, args, kwargs, sources = _load(directory, directory.path / CALL)
     for name, lines in sources.items():  # so that tracebacks show the cell's own lines
         linecache.cache[name] = (sum(map(len, lines)), None, lines, name)
     if isinstance(function, str):

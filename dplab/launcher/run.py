@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dplab.errors import RunError, RunFailed, UsageError
-from dplab.launcher import payload
+from dplab.launcher import payload, steer
 from dplab.launcher.compare import Comparison, compare
 from dplab.launcher.failure import failure_of, headline, stop_reason
-from dplab.specs import RunSpec
+from dplab.specs import RunSpec, Strategy
 from dplab.telemetry.events import Event
 from dplab.telemetry.lookup import find_run, run_names
 from dplab.telemetry.reader import RunReader
@@ -23,6 +23,7 @@ from dplab.telemetry.summary import Summary
 
 if TYPE_CHECKING:
     from dplab.diagnosis.findings import Diagnosis
+    from dplab.launcher.launch import Call
     from dplab.widgets.board import Board
 
 _POLL_SECONDS = 0.02
@@ -41,6 +42,8 @@ class Run:
         self._spec: RunSpec | None = None
         self._reader: RunReader | None = None
         self._summary = Summary()
+        self._call: Call | None = None
+        """what was called, where this process launched it"""
 
     @property
     def id(self) -> str:
@@ -65,15 +68,15 @@ class Run:
         return datetime.fromtimestamp(self._directory.info()["created"] / 1e9).astimezone()
 
     @property
-    def step(self) -> int | None:
+    def steps(self) -> int | None:
         """Optimizer steps that every rank has ended, by their state pages; None before any rank stepped."""
         pages = [read_state(self._directory.rank(rank) / "state") for rank in range(self.spec.world_size)]
         return min((0 if page is None else page.step for page in pages), default=0) or None
 
     @property
     def state(self) -> str:
-        """`starting`, `running`, `stopping`; at the end `finished`, `failed` or `stopped`; `damaged` where its files
-        cannot be read, or were written by another version."""
+        """`starting`, `running`, `paused`, `stopping`; at the end `finished`, `failed` or `stopped`; `damaged` where its
+        files cannot be read, or were written by another version."""
         return self._directory.state()
 
     @property
@@ -100,8 +103,8 @@ class Run:
         deadline = None if timeout is None else time.monotonic() + timeout
         while (state := self.state) not in ENDED:
             if deadline is not None and time.monotonic() >= deadline:
-                raise TimeoutError(f"run {self.id} is {state} after {timeout:g} s; it goes on: "
-                                   f"wait again, or stop() it")
+                goes = "it waits for resume()" if state == "paused" else "it goes on"
+                raise TimeoutError(f"run {self.id} is {state} after {timeout:g} s; {goes}: wait again, or stop() it")
             time.sleep(_POLL_SECONDS)
         if state == "failed":
             raise failure_of(self._directory)
@@ -138,6 +141,61 @@ class Run:
                                 f"to stop; see {self.path}/supervisor.log")
             time.sleep(_POLL_SECONDS)
         return state
+
+    def request_pause(self) -> None:
+        """Asks the run to pause and returns at once."""
+        steer.request_pause(self._directory)
+
+    def pause(self, timeout: float = steer.PAUSE_SECONDS) -> str:
+        """Makes all ranks wait together, at the end of a step; returns `paused`, or the state in which the run ended.
+
+        A paused run can be stepped, resumed, stopped, attached to. TimeoutError where no step ended within `timeout`
+        seconds: a program pauses in engine.step(), and will there.
+        """
+        self.request_pause()
+        return steer.wait_until_paused(self._directory, 0, timeout)
+
+    def request_resume(self) -> None:
+        """Lets a paused run go on and returns at once."""
+        steer.request_resume(self._directory)
+
+    def resume(self) -> None:
+        """Lets a paused run go on."""
+        self.request_resume()
+
+    def request_step(self, steps: int = 1) -> int:
+        """Lets a paused run do some steps and returns at once: how many will have ended when it is paused again."""
+        return steer.request_step(self._directory, steps)
+
+    def step(self, steps: int = 1, timeout: float = steer.PAUSE_SECONDS) -> int | None:
+        """Lets a paused run (one that goes is paused first) do some steps; returns how many have ended, once it is
+        paused again. TimeoutError as of `pause`."""
+        if self.pause(timeout) not in ENDED:
+            steer.wait_until_paused(self._directory, self.request_step(steps), timeout)
+        return self.steps
+
+    @property
+    def relaunchable(self) -> bool:
+        """Whether what the run called is still kept: by the process that launched it, and by the run while it goes."""
+        return self._call is not None or (self.path / payload.CALL).exists()
+
+    def relaunch(self, strategy: Strategy | str | None = None, *, world_size: int | None = None,
+                 label: str | None = None) -> Run:
+        """Stops this run where it still goes and launches the same again; returns the new run.
+
+        None: as it was. A program that names a strategy itself refuses another. UsageError for what `launch` does not
+        allow (this run goes on then), RunError where what the run called is not kept any more.
+        """
+        from dplab.launcher.launch import launch_again
+
+        return launch_again(self, strategy=strategy, world_size=world_size, label=label)
+
+    def profile(self, steps: tuple[int, int], *, memory: bool = False) -> list[Path]:
+        """Has every rank record the steps from the first to the last, both included, with torch's profiler (a trace for
+        Perfetto); `memory=True`: a snapshot of CUDA's memory instead. Returns at once, with the files to come, one a
+        rank. UsageError for steps that are not ahead, RunError where the run has ended."""
+        name = steer.request_capture(self._directory, steps, memory=memory).name
+        return [self._directory.rank(rank) / name for rank in range(self.spec.world_size)]
 
     def logs(self, rank: int | None = None) -> str:
         """What a rank printed, standard output before standard error; of all ranks under a heading each."""

@@ -25,6 +25,7 @@ from typing import Any, NoReturn, TextIO
 from dplab.errors import RunStopped, WireError
 from dplab.launcher import linux, payload
 from dplab.launcher.job import Job
+from dplab.launcher.streams import Printed
 from dplab.telemetry import recorder
 from dplab.telemetry.file_recorder import FileRecorder
 from dplab.telemetry.files import write_reserved
@@ -173,8 +174,7 @@ def _redirect(directory: Path) -> None:
             os.dup2(handle, target)
             os.close(handle)
     sys.stdin = open(0, closefd=False)  # noqa: SIM115 (the streams live as long as the process)
-    sys.stdout = open(1, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
-    sys.stderr = open(2, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
+    sys.stdout, sys.stderr = Printed(1, "stdout"), Printed(2, "stderr")
     vars(sys).update(__stdin__=sys.stdin, __stdout__=sys.stdout, __stderr__=sys.stderr)
     faulthandler.enable(sys.stderr)
     # whoever asks where this rank stands (`run.diagnose()`) gets its stacks here

@@ -22,6 +22,7 @@ from dplab.errors import RunError
 from dplab.telemetry.events import SCHEMA
 from dplab.telemetry.recorder import Recorder
 from dplab.telemetry.state import StatePage
+from dplab.telemetry.wishes import Capture, Pause, read_capture, read_pause
 
 FLUSH_SECONDS = 0.2
 
@@ -73,7 +74,10 @@ class FileRecorder(Recorder):
         self._append = self._events.append
         self._file = EventFile(directory / "events.jsonl", rank)
         self._state = StatePage(directory / "state")
-        self._stop = directory.parent / "control" / "stop"
+        self.folder = directory
+        self._control = directory.parent / "control"
+        self._stop = self._control / "stop"
+        self._wishes = {name: self._control / name for name in ("pause", "profile")}
         self._lock = threading.Lock()
         self._error: Exception | None = None
         self._closing = threading.Event()
@@ -100,11 +104,13 @@ class FileRecorder(Recorder):
             self._write()
 
     def stop_requested(self) -> bool:
-        try:
-            os.stat(self._stop)
-        except OSError:
-            return False
-        return True
+        return _there(self._stop)
+
+    def pause(self) -> Pause:
+        return read_pause(self._control) if _there(self._wishes["pause"]) else Pause()
+
+    def capture(self) -> Capture | None:
+        return read_capture(self._control) if _there(self._wishes["profile"]) else None
 
     def close(self) -> None:
         """Ends the thread, writes the rest and closes the file."""
@@ -137,6 +143,14 @@ class FileRecorder(Recorder):
         self._events.clear()
         self._lock = threading.Lock()  # the copied one may be held by the thread that did not come along
         self._state.detach()
+
+
+def _there(path: Path) -> bool:
+    try:
+        os.stat(path)
+    except OSError:
+        return False
+    return True
 
 
 def _detach(recorder: FileRecorder | None) -> None:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 import time
 from contextvars import ContextVar
+from pathlib import Path
 from typing import Any
+
+from dplab.telemetry.wishes import Capture, Pause
 
 now = time.monotonic_ns
 
@@ -31,6 +34,17 @@ class Recorder:
     def stop_requested(self) -> bool:
         """True once somebody asked this run to end; the engine makes all ranks end at the same step."""
         return False
+
+    folder: Path | None = None
+    """The rank's directory; None for a program outside of a run."""
+
+    def pause(self) -> Pause:
+        """Whether somebody asked this run to wait, as it stands at this moment."""
+        return Pause()
+
+    def capture(self) -> Capture | None:
+        """Which steps somebody asked to be profiled; None where nobody did."""
+        return None
 
 
 NULL = Recorder()

@@ -4,7 +4,7 @@
     starter.json        the process from which the supervisor comes
     pids.json           supervisor and ranks, each pid with its creation time
     exit.json           how the run ended; absent while it runs
-    control/stop        somebody asked the run to end
+    control/            what somebody asked of the run (`wishes`): stop, pause, profile
     rank-<r>/           events.jsonl, utilization.jsonl, stdout.log, stderr.log, state, result.pkl, error.json
 
 The directory is private to its owner (0700, files 0600).
@@ -20,16 +20,18 @@ from typing import Any
 
 from dplab.errors import RunError, UsageError
 from dplab.specs import RunSpec
+from dplab.telemetry import wishes
 from dplab.telemetry.events import SCHEMA
 from dplab.telemetry.files import damaged, read_json, reserve, write_json
 from dplab.telemetry.process import Identity
+from dplab.telemetry.state import read_state
 
 DAMAGED = "damaged"
 """State of a run whose files cannot be read, or were written by another version; `damage` tells which and why."""
 _WRITTEN_ENDS = ("finished", "failed", "stopped")
 ENDED = (*_WRITTEN_ENDS, DAMAGED)
 """States in which nothing more is to come."""
-STATES = ("starting", "running", "stopping", *ENDED)
+STATES = ("starting", "running", "paused", "stopping", *ENDED)
 STOP_SECONDS = 10.0
 """How long a run that is asked to stop may take to end by itself, where nobody says otherwise."""
 
@@ -51,6 +53,11 @@ class RunDirectory:
     def rank(self, rank: int) -> Path:
         """Directory of one rank."""
         return self.path / f"rank-{rank}"
+
+    @property
+    def control(self) -> Path:
+        """Where wishes are written."""
+        return self.path / "control"
 
     @property
     def rendezvous(self) -> str:
@@ -183,7 +190,16 @@ class RunDirectory:
         if self.stop_request() is not None:
             return "stopping"
         processes = self.processes()
-        return "running" if processes is not None and processes["ranks"] else "starting"
+        if processes is None or not processes["ranks"]:
+            return "starting"
+        return "paused" if self._paused() else "running"
+
+    def _paused(self) -> bool:
+        """True where every rank waits because somebody asked for it."""
+        if not wishes.read_pause(self.control).asked:
+            return False
+        pages = (read_state(self.rank(rank) / "state") for rank in range(self.spec.world_size))
+        return all(page is not None and page.phase == wishes.PAUSED for page in pages)
 
     def request_stop(self, grace: float) -> None:
         """Asks the run to end: ranks at the end of their step, the supervisor by force after `grace` seconds."""

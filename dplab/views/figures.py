@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from html import escape
 
 import numpy as np
 import plotly.graph_objects as go  # type: ignore[import-untyped]
@@ -10,9 +11,12 @@ import plotly.graph_objects as go  # type: ignore[import-untyped]
 from dplab.telemetry.events import CATEGORIES, Event
 from dplab.views import theme
 from dplab.views.fold import Fold
-from dplab.views.panels import TIME_PARTS, last_steps
-from dplab.views.records import Bars, Chart, Lanes, Line, StackedArea, Text
+from dplab.views.panels import last_steps
+from dplab.views.records import Bars, Chart, Lanes, Line, Log, StackedArea, Text
+from dplab.views.steps import ANATOMY
 from dplab.views.words import short
+
+_LOG_LINES = 16
 
 
 def figure(chart: Chart) -> go.Figure:
@@ -20,7 +24,8 @@ def figure(chart: Chart) -> go.Figure:
     drawn = go.Figure()
     for mark in chart.marks:
         if isinstance(mark, Line):
-            drawn.add_scatter(x=mark.x, y=mark.y, name=mark.label or theme.label(mark.role), mode="lines",
+            drawn.add_scatter(x=mark.x, y=mark.y, name=mark.label or theme.label(mark.role),
+                              mode="lines" if len(mark.x) > 1 else "markers",
                               line={"color": theme.color(mark.role), "width": 1 if mark.faint else 2},
                               opacity=0.55 if mark.faint else 1)
         elif isinstance(mark, StackedArea):
@@ -31,6 +36,12 @@ def figure(chart: Chart) -> go.Figure:
             for role, values in zip(mark.roles, mark.values, strict=True):
                 drawn.add_bar(x=mark.names, y=values, name=theme.label(role), marker=_marker(role))
             drawn.update_layout(barmode="stack")
+        elif isinstance(mark, Log):
+            shown = [f"<b>rank {rank}</b> {escape(text[:110])}" for rank, _, text in mark.lines[-_LOG_LINES:]]
+            drawn.add_annotation(text="<br>".join(shown), showarrow=False, x=0, y=1, xref="paper", yref="paper",
+                                 xanchor="left", yanchor="top", align="left", font={"family": "monospace"})
+            drawn.update_xaxes(visible=False)
+            drawn.update_yaxes(visible=False)
         elif isinstance(mark, Text):
             drawn.add_annotation(text=mark.text, showarrow=False, x=0.5, y=0.5, xref="paper", yref="paper")
     return _styled(drawn, chart)
@@ -53,15 +64,16 @@ def comparison(runs: Mapping[str, Iterable[Event]]) -> list[Chart]:
         fold.feed(events)
         medians, latest = fold.steps.medians() or {}, fold.memory.latest()
         steps = max([steps, *map(len, fold.steps.series.values())])
-        times.append([medians.get(part, 0.0) for part in TIME_PARTS])
+        times.append([medians.get(part, 0.0) for part in ANATOMY])
         memory.append([latest.get(name, 0.0) for name in CATEGORIES])
     names = tuple(runs)
     values = np.array(memory, dtype=np.float64).reshape(-1, len(CATEGORIES)).T
     used = [part for part in range(len(CATEGORIES)) if values[part].any()]
     roles = tuple(CATEGORIES[part] for part in used)
     parts = np.array(times, dtype=np.float64).reshape(len(names), -1).T
+    seen = [part for part in range(len(ANATOMY)) if parts[part].any()]
     return [_bars("times", "Step time", "ms", f"medians of {last_steps(steps)}, all ranks",
-                  Bars(names=names, roles=TIME_PARTS, values=parts)),
+                  Bars(names=names, roles=tuple(ANATOMY[part] for part in seen), values=parts[seen])),
             _bars("memories", "Memory of rank 0", "MB", "as the last step left it",
                   Bars(names=names, roles=roles, values=values[used]))]
 

@@ -8,12 +8,20 @@ from typing import Any
 
 from dplab.telemetry.events import Event
 from dplab.telemetry.pace import Pace
-from dplab.views.panels import LossPanel, MemoryPanel, StepPanel
+from dplab.views.logs import LogPanel
+from dplab.views.memory import MemoryPanel
+from dplab.views.ownership import OwnershipPanel
+from dplab.views.panels import LossPanel, StepPanel
 from dplab.views.records import Chart
 from dplab.views.steps import StepAssembler
 from dplab.views.sync import DEFINITION, SyncPanel
+from dplab.views.usage import UtilizationPanel
 from dplab.views.wire import WirePanel
 from dplab.views.words import short
+
+GRID: tuple[tuple[str, ...], ...] = (
+    ("loss",), ("steps", "anatomy"), ("sync", "wire"), ("memory", "utilization"), ("ownership",), ("logs",))
+"""Panels by their cell on a board of two columns."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +59,11 @@ class Fold:
         self.sync = SyncPanel(world_size)
         self.wire = WirePanel(world_size, strategy)
         self.memory = MemoryPanel()
+        self.utilization = UtilizationPanel()
+        self.ownership = OwnershipPanel()
+        self.logs = LogPanel()
+        self.earlier: Fold | None = None
+        """another run, which stands beside this one where two can"""
         self.pace = Pace()
         self._assembler = StepAssembler()
 
@@ -58,6 +71,9 @@ class Fold:
         """Takes events."""
         for event in events:
             self.memory.feed(event)
+            self.utilization.feed(event)
+            self.ownership.feed(event)
+            self.logs.feed(event)
             self.wire.feed(event)
             self.loss.feed(event)
             self.pace.feed(event)
@@ -75,24 +91,28 @@ class Fold:
                       tokens_per_s=rate, unit=None if rate is None else self.pace.unit, overlap=self.sync.overlap())
 
     def charts(self, rank: int = 0) -> list[Chart]:
-        """Loss, step time, synchronisation, wire, memory, utilization."""
-        loss, sync = self.shared_charts()
-        steps, wire, memory, utilization = self.rank_charts(rank)
-        return [loss, steps, sync, wire, memory, utilization]
+        """Every panel, as `rank` has it where it is of one rank; of who holds what, the first verb."""
+        shown = {chart.key: chart for chart in reversed([*self.shared_charts(), *self.rank_charts(rank)])}
+        return [shown[key] for keys in GRID for key in keys]
 
     def grid(self, rank: int = 0) -> list[Chart | tuple[Chart, Chart]]:
         """The charts as they lie on a board of two columns; of two in a cell the second is small."""
-        loss, steps, sync, wire, memory, utilization = self.charts(rank)
-        return [loss, steps, (sync, wire), (memory, utilization)]
+        charts = iter(self.charts(rank))
+        return [next(charts) if len(keys) == 1 else (next(charts), next(charts)) for keys in GRID]
 
     def shared_charts(self) -> list[Chart]:
-        """Those that show all ranks: loss, synchronisation."""
-        return [self.loss.chart(), self.sync.chart()]
+        """Those that show all ranks."""
+        earlier = self.earlier
+        return [self.loss.chart(earlier.loss if earlier else None),
+                self.steps.anatomy(earlier.steps if earlier else None),
+                self.sync.chart(), *self.ownership.charts(), self.logs.chart()]
 
     def rank_charts(self, rank: int) -> list[Chart]:
-        """Those that show one rank: step time, wire, memory, utilization."""
-        return [self.steps.chart(rank), self.wire.chart(rank), self.memory.chart(rank),
-                self.memory.utilization_chart(rank)]
+        """Those that show one rank; memory and utilization stand below each other: one time axis."""
+        times = [time for time in (self.memory.time(rank), self.utilization.time(rank)) if time is not None]
+        span = (min(low for low, _ in times), max(high for _, high in times)) if times else None
+        return [self.steps.chart(rank), self.wire.chart(rank, self.earlier.wire if self.earlier else None),
+                self.memory.chart(rank, span), self.utilization.chart(rank, span)]
 
     def summary(self, title: str = "dplab run", rank: int = 0) -> str:
         """The board in words, for text displays, screen readers and diffs."""

@@ -1,14 +1,16 @@
-"""Loss, step time and memory as they grow: incremental folds of events into bounded columns."""
+"""Loss and step time as they grow: incremental folds of events into bounded columns."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 
-from dplab.telemetry.events import CATEGORIES, Event
+from dplab.telemetry.events import Event
 from dplab.views import theme
-from dplab.views.records import Chart, Floats, Line, StackedArea, Text
+from dplab.views.records import Chart, Floats, Lanes, Line, StackedArea, Text
 from dplab.views.series import Series
-from dplab.views.steps import Step
+from dplab.views.steps import ANATOMY, Step
 from dplab.views.words import short
 
 SHOWN_RANKS = 16
@@ -17,8 +19,6 @@ _PENDING_STEPS = 256
 _SMOOTHING = 0.9
 MEDIAN_STEPS = 50
 """Steps over which medians are told: the last ones, or all where there are fewer."""
-TIME_PARTS = ("compute", "exposed", "other_time")
-GAUGES = ("cpu", "gpu")
 
 
 def last_steps(steps: int) -> str:
@@ -76,26 +76,28 @@ class LossPanel:
         self.first = loss if self.first is None else self.first
         self.last, self.last_step = loss, step
 
-    def chart(self) -> Chart:
-        """Loss over steps."""
+    def chart(self, earlier: LossPanel | None = None) -> Chart:
+        """Loss over steps; `earlier`: of another run, to compare with."""
         if not len(self.series):
             return Chart(key="loss", title="Loss", x_label="step", y_label="nats",
                          marks=(Text(text="no loss yet: it appears after the first step"),))
         steps, losses = self.series["step"].copy(), self.series["loss"].copy()
-        finite = losses[np.isfinite(losses)]
+        marks = [Line(role="loss", x=steps, y=losses, faint=True),
+                 Line(role="loss_smooth", x=steps, y=self.series["smooth"].copy())]
+        if earlier is not None and len(earlier.series):
+            marks.append(Line(role="earlier", x=earlier.series["step"].copy(), y=earlier.series["smooth"].copy()))
+        finite = np.concatenate([mark.y[np.isfinite(mark.y) & (mark.x <= steps[-1])] for mark in marks])
         low, high = (float(finite.min()), float(finite.max())) if len(finite) else (0.0, 1.0)
         room = 0.06 * ((high - low) or 1.0)
         return Chart(
             key="loss", title="Loss", x_label="step", y_label="nats", value=short(self.last, 4),
-            legend=tuple((role, theme.label(role)) for role in ("loss", "loss_smooth")),
-            marks=(Line(role="loss", x=steps, y=losses, faint=True),
-                   Line(role="loss_smooth", x=steps, y=self.series["smooth"].copy())),
+            legend=tuple((mark.role, theme.label(mark.role)) for mark in marks), marks=tuple(marks),
             x_range=(float(steps[0]), float(steps[-1])), y_range=(low - room, high + room),
             note=f"{self.first:.3f} at step {steps[0]:.0f}, {self.last:.3f} at step {self.last_step}")
 
 
 class StepPanel:
-    """Time of each step on each rank: compute, exposed synchronisation, other (ms)."""
+    """Time of each step on each rank (ms): forward, backward, optimizer, exposed synchronisation, data, other."""
 
     def __init__(self) -> None:
         self.series: dict[int, Series] = {}
@@ -105,8 +107,8 @@ class StepPanel:
         if step.rank >= SHOWN_RANKS:
             return
         if step.rank not in self.series:
-            self.series[step.rank] = Series("step", *TIME_PARTS, "total", peak="total")
-        parts = [ns / 1e6 for ns in step.split_ns()]
+            self.series[step.rank] = Series("step", *ANATOMY, "total", peak="total")
+        parts = [ns / 1e6 for ns in step.anatomy_ns().values()]
         self.series[step.rank].append(step.index, *parts, sum(parts))
 
     def medians(self, last: int = MEDIAN_STEPS, *, rank: int | None = None) -> dict[str, float] | None:
@@ -115,7 +117,7 @@ class StepPanel:
         if not chosen:
             return None
         recent = np.concatenate([series.rows(max(0, len(series) - last)) for series in chosen])
-        columns = ("step", *TIME_PARTS, "total")
+        columns = ("step", *ANATOMY, "total")
         return {name: float(value) for name, value in zip(columns, np.median(recent, axis=0), strict=True)
                 if name != "step"}
 
@@ -126,98 +128,46 @@ class StepPanel:
             return Chart(key="steps", title=title, x_label="step", y_label="ms", rank=rank,
                          marks=(Text(text=f"no finished step on rank {rank} yet"),))
         series, over = self.series[rank], last_steps(len(self.series[rank]))
-        legend = tuple((part, f"{theme.label(part)} {short(median[part])}") for part in TIME_PARTS)
+        legend = tuple((part, f"{theme.label(part).removesuffix(' sync')} {short(median[part])}") for part in ANATOMY)
         return Chart(
             key="steps", title=title, x_label="step", y_label="ms", rank=rank,
-            value=f"{short(median['total'])} ms", legend=legend, caption=f"numbers: medians of {over}",
-            marks=(StackedArea(roles=TIME_PARTS, x=series["step"].copy(),
-                               ys=np.stack([series[part] for part in TIME_PARTS])),),
+            value=f"{short(median['total'])} ms", legend=legend,
+            marks=(StackedArea(roles=ANATOMY, x=series["step"].copy(),
+                               ys=np.stack([series[part] for part in ANATOMY])),),
             x_range=(float(series["step"][0]), float(series["step"][-1]) + 1),
             y_range=(0.0, robust_top(series["total"])),
             note=f"median {short(median['total'])} ms: {', '.join(text for _, text in legend)} ({over})")
 
+    def anatomy(self, earlier: StepPanel | None = None) -> Chart:
+        """A bar a rank: the median step, part by part; below them that of an earlier run, if one is given."""
+        bars = {f"rank {rank}": self.medians(rank=rank) for rank in sorted(self.series)}
+        if earlier is not None:
+            bars["earlier"] = earlier.medians()
+        told = {name: parts for name, parts in bars.items() if parts is not None}
+        if not self.series:
+            return Chart(key="anatomy", title="Anatomy of a step", x_label="ms", y_label="",
+                         marks=(Text(text="no finished step yet"),))
+        totals = [parts["total"] for parts in told.values()]
+        over = last_steps(max(map(len, self.series.values())))
+        slowest = max(told, key=lambda name: told[name]["total"] * (name != "earlier"))
+        said = f"{slowest} {', '.join(f'{theme.label(part)} {short(told[slowest][part])}' for part in ANATOMY)}"
+        return Chart(key="anatomy", title="Anatomy of a step", x_label="ms", y_label="", marks=(stacked(told),),
+                     value=f"slowest {slowest}" if len(told) > 1 else "", x_range=(0.0, 1.02 * (max(totals) or 1.0)),
+                     legend=tuple((part, theme.label(part)) for part in ANATOMY),
+                     caption=f"numbers: medians of {over}",
+                     note=f"the slowest of {len(self.series)}, {said} ms (medians of {over})")
 
-class MemoryPanel:
-    """Memory by category over time (MB), the whole process beside it, and utilization (percent)."""
 
-    def __init__(self) -> None:
-        self.series: dict[int, Series] = {}
-        self.utilization: dict[int, Series] = {}
-        self.peak: dict[int, float] = {}
-        """largest sum of the categories, bytes, by rank"""
-        self._process: dict[int, float] = {}
-        self._start: int | None = None
-
-    def feed(self, event: Event) -> None:
-        """Takes memory, process and utilization gauges; time starts at the first event of any kind."""
-        self._start = event.t0 if self._start is None else self._start
-        if event.kind != "gauge" or not 0 <= event.rank < SHOWN_RANKS:
-            return
-        seconds = (event.t0 - self._start) / 1e9
-        if event.name == "memory":
-            self._feed_memory(event, seconds)
-        elif event.name == "process":
-            self._process[event.rank] = max(event.attrs.get("private", 0), self._process.get(event.rank, 0))
-        elif event.name == "utilization" and any(name in event.attrs for name in GAUGES):
-            if event.rank not in self.utilization:
-                self.utilization[event.rank] = Series("seconds", *GAUGES, peak="cpu", capacity=512)
-            values = [event.attrs.get(name, np.nan) for name in GAUGES]
-            self.utilization[event.rank].append(seconds, *values)
-
-    def _feed_memory(self, event: Event, seconds: float) -> None:
-        if event.rank not in self.series:
-            self.series[event.rank] = Series("seconds", *CATEGORIES, "process", "total", peak="total", capacity=512)
-        parts = [event.attrs.get(name, 0) / 1e6 for name in CATEGORIES]
-        process = event.attrs.get("process", self._process.get(event.rank, np.nan)) / 1e6
-        self.series[event.rank].append(seconds, *parts, process, sum(parts))
-        self.peak[event.rank] = max(self.peak.get(event.rank, 0.0), sum(parts) * 1e6)
-
-    def latest(self, rank: int = 0) -> dict[str, float]:
-        """MB by category (those that are not empty), `process` and `total`, newest; empty before the first gauge."""
-        if rank not in self.series:
-            return {}
-        series = self.series[rank]
-        return {name: float(series[name][-1]) for name in series.columns[1:] if series[name][-1] > 0}
-
-    def chart(self, rank: int = 0) -> Chart:
-        """One rank's memory by category, stacked; a gauge holds until the next."""
-        if rank not in self.series:
-            return Chart(key="memory", title=f"Memory, rank {rank}", x_label="s", y_label="MB", rank=rank,
-                         marks=(Text(text=f"no memory gauge of rank {rank} yet"),))
-        series = self.series[rank]
-        ys = np.stack([series[name] for name in CATEGORIES])
-        used = [part for part in range(len(CATEGORIES)) if ys[part].any()]
-        roles = tuple(CATEGORIES[part] for part in used)
-        total, process = float(series["total"][-1]), float(series["process"][-1])
-        legend = tuple((role, f"{theme.label(role)} {short(series[role][-1])}") for role in roles)
-        value = f"{short(total)} MB in tensors"
-        if np.isfinite(process):
-            value += f", process peak {short(process)} MB"
-        return Chart(
-            key="memory", title=f"Memory, rank {rank}", x_label="s", y_label="MB", rank=rank, value=value,
-            marks=(StackedArea(roles=roles, x=series["seconds"].copy(), ys=ys[used]),), legend=legend,
-            x_range=self._time(rank), y_range=(0.0, 1.1 * float(series["total"].max())),
-            note=f"{value}: {', '.join(text for _, text in legend)}" if legend else value)
-
-    def _time(self, rank: int) -> tuple[float, float]:
-        """Memory and utilization stand below each other: one axis."""
-        both = [held[rank] for held in (self.series, self.utilization) if rank in held]
-        # what came before the first gauge (imports, building the model) would only be a blank
-        return (min(float(series["seconds"][0]) for series in both),
-                max(float(series["seconds"][-1]) for series in both))
-
-    def utilization_chart(self, rank: int = 0) -> Chart:
-        """One rank's use of its core and its GPU."""
-        if rank not in self.utilization:
-            return Chart(key="utilization", title=f"Utilization, rank {rank}", x_label="s", y_label="%", rank=rank,
-                         marks=(Text(text=f"utilization of rank {rank} is not measured yet"),))
-        series = self.utilization[rank]
-        measured = [name for name in GAUGES if not np.isnan(series[name]).all()]
-        highest = max((float(np.nanmax(series[name])) for name in measured), default=100.0)
-        said = {name: f"{series[name][-1]:.0f} %" if name in measured else "not measurable here" for name in GAUGES}
-        value = f"CPU core {said['cpu']}, GPU {said['gpu']}"
-        return Chart(
-            key="utilization", title=f"Utilization, rank {rank}", x_label="s", y_label="%", rank=rank, value=value,
-            marks=tuple(Line(role=name, x=series["seconds"].copy(), y=series[name].copy()) for name in measured),
-            legend=tuple((name, theme.label(name)) for name in measured), note=value,
-            x_range=self._time(rank), y_range=(0.0, 1.08 * max(100.0, highest)))
+def stacked(bars: Mapping[str, Mapping[str, float]]) -> Lanes:
+    """A lane a bar, its parts one behind the other; ms by part of ANATOMY."""
+    columns: list[tuple[float, ...]] = []
+    texts: list[str] = []
+    for lane, (name, parts) in enumerate(bars.items()):
+        edges = np.cumsum([0.0, *(parts[part] for part in ANATOMY)])
+        for kind, part in enumerate(ANATOMY):
+            if parts[part] > 0:
+                columns.append((lane, 0, edges[kind], edges[kind + 1], kind))
+                texts.append(f"{name}, {theme.label(part)}: {short(parts[part])} ms")
+    lanes, row, start, end, kinds = np.array(columns, dtype=np.float64).reshape(-1, 5).T
+    return Lanes(names=tuple(bars), rows=(1,) * len(bars), roles=ANATOMY, lane=lanes, row=row, start=start, end=end,
+                 kind=kinds, texts=tuple(texts))

@@ -69,7 +69,14 @@ class Text:
     text: str
 
 
-Mark = Line | StackedArea | Lanes | Bars | Text
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Log:
+    """What ranks said, oldest first: (rank, stream, text) a line."""
+
+    lines: tuple[tuple[int, str, str], ...]
+
+
+Mark = Line | StackedArea | Lanes | Bars | Log | Text
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -94,6 +101,16 @@ class Chart:
     """ends of the scales; None: what the marks need"""
     rank: int | None = None
     """the rank that is shown; None: all of them"""
+    choice: str | None = None
+    """which of several pictures in the same place this is; None where there is one"""
+    alert: bool = False
+    """True where `value` says that something is not as it should be: it stands in red"""
+
+    @property
+    def name(self) -> str:
+        """Its key, with the rank or the choice that it is of."""
+        of = self.choice if self.rank is None else self.rank
+        return self.key if of is None else f"{self.key}/{of}"
 
     @property
     def words(self) -> str | None:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from dplab.telemetry.events import Event
 
 WORK = ("forward", "backward", "optimizer")
+ANATOMY = ("forward", "backward", "step_optimizer", "exposed", "data", "other_time")
+"""Parts of a step, as they are stacked."""
 _OPEN_LIMIT = 20_000
 """Spans kept while no step ends (a program that never steps); older ones are dropped."""
 
@@ -37,17 +39,28 @@ class Step:
         return self._clip(_union((span.t1 - span.attrs.get("exposed", 0), span.t1) for span in self.spans
                                  if span.kind == "collective" and span.attrs.get("purpose") != "init"))
 
-    def split_ns(self) -> tuple[int, int, int]:
-        """Compute, exposed synchronisation and the rest, in ns; they add up to the step.
+    def anatomy_ns(self) -> dict[str, int]:
+        """ns by part, in the order of ANATOMY; they add up to the step.
 
-        Waits inside a forward, backward or optimizer span count as exposed, not as compute.
+        Where two happen at once the first of exposed, forward, backward, optimizer and data counts: a wait inside a
+        backward is exposed synchronisation, no backward.
         """
-        work = self._clip(_union((span.t0, span.t1) for span in self.spans if span.kind in WORK))
-        waits = self.waits()
-        exposed = _length(waits)
-        # |work minus waits| = |work or waits| - |waits|
-        compute = _length(_union([*work, *waits])) - exposed
-        return compute, exposed, max(0, self.t1 - self.t0 - compute - exposed)
+        taken = {"exposed": self.waits()}
+        parts = {"exposed": _length(taken["exposed"])}
+        covered = taken["exposed"]
+        for part, kind in (("forward", "forward"), ("backward", "backward"), ("step_optimizer", "optimizer"),
+                           ("data", "data")):
+            before = _length(covered)
+            covered = _union([*covered, *self._clip([(span.t0, span.t1) for span in self.spans if span.kind == kind])])
+            parts[part] = _length(covered) - before
+        parts["other_time"] = self.t1 - self.t0 - _length(covered)
+        return {part: parts[part] for part in ANATOMY}
+
+    def split_ns(self) -> tuple[int, int, int]:
+        """Compute, exposed synchronisation and the rest, in ns; they add up to the step."""
+        parts = self.anatomy_ns()
+        compute = parts["forward"] + parts["backward"] + parts["step_optimizer"]
+        return compute, parts["exposed"], parts["data"] + parts["other_time"]
 
     def _clip(self, intervals: list[Interval]) -> list[Interval]:
         return [(max(start, self.t0), min(end, self.t1)) for start, end in intervals
@@ -65,8 +78,13 @@ class StepAssembler:
         spans = self._open.setdefault(event.rank, [])
         if event.kind == "step":
             self._open[event.rank] = []
-            inside = [span for span in spans if span.t1 > event.t0]
-            return Step(event.rank, event.step, event.t0, event.t1, inside)
+            start = event.t0
+            for span in spans:      # a pause at its beginning lies between the steps
+                if span.kind != "pause":
+                    break
+                start = min(max(start, span.t1), event.t1)
+            inside = [span for span in spans if span.t1 > start or span.kind == "pause"]
+            return Step(event.rank, event.step, start, event.t1, inside)
         if event.t1 > event.t0:
             spans.append(event)
             if len(spans) > _OPEN_LIMIT:

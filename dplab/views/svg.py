@@ -6,6 +6,7 @@ transparent and the ink grey, so that it is legible on light and on dark pages.
 
 from __future__ import annotations
 
+import itertools
 import math
 import textwrap
 from collections.abc import Sequence
@@ -14,13 +15,14 @@ from html import escape
 import numpy as np
 
 from dplab.views import theme
-from dplab.views.records import Bars, Chart, Floats, Head, Lanes, Line, StackedArea
+from dplab.views.records import Bars, Chart, Floats, Head, Lanes, Line, Log, StackedArea
 from dplab.views.words import short
 
 WIDTH, HEIGHT = 480, 285
 _LEFT, _RIGHT, _TOP, _BOTTOM = 50, 14, 56, 22
 _SMALL_TOP = 38
-_SMALL_HEIGHT, _SMALL_LANES = 110, 78
+_SMALL_HEIGHT, _SMALL_LANES, _LANE = 110, 46, 15
+_LOG_LINES, _LOG_LETTERS = 16, 66
 _LANES_UP = 14
 """what a chart of lanes saves at its top: it has no unit there"""
 _LETTER = 6.6
@@ -36,8 +38,9 @@ def svg(cells: Sequence[Chart | tuple[Chart, Chart]], *, title: str = "", head: 
     `head` is the line above; without one it is the title, which else is only told in the alternative text.
     """
     top = 30 + 14 * len(_problem(head)) if head or title else 0
-    rows = math.ceil(len(cells) / columns)
-    width, height = WIDTH * columns, top + HEIGHT * rows
+    rows = [cells[first:first + columns] for first in range(0, len(cells), columns)]
+    tops = [top, *(top + below for below in itertools.accumulate(max(map(_height, row)) for row in rows))]
+    width, height = WIDTH * columns, tops[-1]
     charts = [chart for cell in cells for chart in (cell if isinstance(cell, tuple) else (cell,))]
     said = [*([title] if title else []), *(f"{chart.title}: {chart.words or chart.note}" for chart in charts)]
     alt = escape(". ".join(said), quote=True)
@@ -49,16 +52,26 @@ def svg(cells: Sequence[Chart | tuple[Chart, Chart]], *, title: str = "", head: 
     elif title:
         parts.append(f"<text x='8' y='17' font-size='14' font-weight='600'>{escape(title)}</text>")
     for index, cell in enumerate(cells):
-        x, y = WIDTH * (index % columns), top + HEIGHT * (index // columns)
+        x, y = WIDTH * (index % columns), tops[index // columns]
+        whole = tops[index // columns + 1] - y
         if isinstance(cell, tuple):
-            lanes = any(isinstance(mark, Lanes) for mark in cell[1].marks)
-            upper = HEIGHT - (_SMALL_LANES if lanes else _SMALL_HEIGHT)
+            upper = whole - _small_height(cell[1])
             drawn = (f"{_chart(cell[0], upper)}<g transform='translate(0 {upper})'>"
-                     f"{_chart(cell[1], HEIGHT - upper, small=True)}</g>")
+                     f"{_chart(cell[1], whole - upper, small=True)}</g>")
         else:
-            drawn = _chart(cell, HEIGHT)
+            drawn = _chart(cell, whole)
         parts.append(f"<g transform='translate({x} {y})'>{drawn}</g>")
     return "\n".join([*parts, "</svg>"])
+
+
+def _small_height(chart: Chart) -> int:
+    """Of the second chart in a cell: as high as its lanes need."""
+    bars = sum(sum(mark.rows) for mark in chart.marks if isinstance(mark, Lanes))
+    return _SMALL_LANES + _LANE * bars + 13 * bool(chart.caption) if bars else _SMALL_HEIGHT
+
+
+def _height(cell: Chart | tuple[Chart, Chart]) -> int:
+    return HEIGHT + (max(0, _small_height(cell[1]) - _SMALL_HEIGHT) if isinstance(cell, tuple) else 0)
 
 
 _HATCH = ("<defs><pattern id='hatch' width='5' height='5' patternUnits='userSpaceOnUse' "
@@ -110,10 +123,13 @@ def _problem(head: Head | None) -> list[str]:
 def _chart(chart: Chart, height: int, *, small: bool = False) -> str:
     parts = [f"<text x='8' y='15' font-size='12' font-weight='600'>{escape(chart.title)}</text>"]
     if chart.value:
-        parts.append(f"<text x='{WIDTH - _RIGHT}' y='15' text-anchor='end'>{escape(chart.value)}</text>")
+        red = f" font-weight='600' fill='{theme.ALERT}'" if chart.alert else ""
+        parts.append(f"<text x='{WIDTH - _RIGHT}' y='15' text-anchor='end'{red}>{escape(chart.value)}</text>")
     if chart.words is not None:
         return "".join([*parts, f"<text x='{WIDTH / 2}' y='{height / 2 + 10}' text-anchor='middle' "
                                 f"font-style='italic'>{escape(chart.words)}</text>"])
+    if isinstance(chart.marks[0], Log):
+        return "".join([*parts, _log(chart.marks[0])])
     caption = textwrap.wrap(chart.caption, 84)[:2]
     for line, text in enumerate(caption):
         parts.append(f"<text x='8' y='{height - 6 - 13 * (len(caption) - 1 - line)}' font-size='11'>"
@@ -138,6 +154,15 @@ def _chart(chart: Chart, height: int, *, small: bool = False) -> str:
             parts.append(_bars(mark, y))
     legend = chart.legend or tuple((role, theme.label(role)) for role in dict.fromkeys(roles))
     return "".join([*parts, "" if small else _legend(legend)])
+
+
+def _log(mark: Log) -> str:
+    """The newest lines; each whole in its tooltip."""
+    return "".join(
+        f"<text x='8' y='{34 + 15 * place}' xml:space='preserve' font-family='monospace'>"
+        f"<tspan font-weight='600'>{rank}</tspan> {escape(text[:_LOG_LETTERS])}<title>rank {rank}, {stream}: "
+        f"{escape(text)}</title></text>"
+        for place, (rank, stream, text) in enumerate(mark.lines[-_LOG_LINES:]))
 
 
 def _axes(chart: Chart, top: int, bottom: int) -> tuple[_Axis, _Axis]:

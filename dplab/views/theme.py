@@ -11,6 +11,7 @@ ROLES: dict[str, tuple[str, str]] = {
     "loss_smooth": ("#D55E00", "smoothed"),
     "compute": ("#56B4E9", "compute"),
     "exposed": ("#D55E00", "exposed sync"),
+    "data": ("#F0E442", "data"),
     "other_time": ("#999999", "other"),
     "tensor": ("#CC79A7", "tensor-parallel"),
     "bubble": ("#B8B8B8", "bubble"),
@@ -29,10 +30,19 @@ ROLES: dict[str, tuple[str, str]] = {
     "activations": ("#F0E442", "activations"),
     "other": ("#999999", "other"),
     "process": ("#767676", "whole process"),
+    "limit": ("#B34700", "limit"),
+    "peak": ("#B34700", "peak"),
+    "reserved": ("#767676", "reserved"),
+    "disagree": ("#D00000", "not as predicted"),
+    "earlier": ("#999999", "earlier run"),
+    "full": ("#0072B2", "whole"),
+    "owned": ("#009E73", "own slice"),
+    "partial": ("#E69F00", "own sum, not reduced"),
+    "stale": ("#B8B8B8", "old values"),
     "cpu": ("#0072B2", "CPU, % of one core"),
     "gpu": ("#E69F00", "GPU, %"),
 }
-HATCHED = ("exposed", "buckets")
+HATCHED = ("exposed", "buckets", "disagree", "partial")
 """Roles drawn with a hatch besides their colour."""
 
 TEXT = "#767676"
@@ -40,9 +50,13 @@ TEXT = "#767676"
 GRID = "rgba(128,128,128,0.25)"
 
 
-STATES = {"running": "#00704F", "stopping": "#00704F", "failed": "#B34700", "damaged": "#B34700"}
+STATES = {"running": "#00704F", "paused": "#005A8C", "stopping": "#00704F", "failed": "#B34700", "damaged": "#B34700"}
 """Ground of the pill that says a run's state, with white text on it."""
 OTHER_STATE = "#5F5F5F"
+
+
+ALERT = "#C00000"
+"""A value that is not as it should be."""
 
 
 def color(role: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -14,8 +14,10 @@ from dplab.views.records import Chart, Lanes, Text
 from dplab.views.steps import Step
 from dplab.views.words import short
 
-ROLES = ("reduce", "gather")
+ROLES = ("reduce", "gather", "disagree")
 _PARAMETERS = "all_gather"
+_TOLERANCE = 0.02
+"""Share by which what is sent may differ from what is predicted before it stands in red."""
 
 
 class WirePanel:
@@ -55,25 +57,40 @@ class WirePanel:
         return explain(self._strategy, held // DTYPE_BYTES[self._strategy.precision.param or "fp32"],
                        self._world_size).bytes_sent
 
-    def chart(self, rank: int) -> Chart:
-        """One rank's two bars, in MB."""
+    def disagreeing(self, rank: int) -> list[str]:
+        """Collectives of this rank's newest step whose bytes are not what theory says."""
+        sent, told = self._sent.get(rank, {}), self.predicted(rank)
+        if told is None or self._strategy is None:
+            return []
+        # a unit that stays gathered after its forward is gathered once, not twice: as little as half
+        least = 0.5 if self._strategy.sharding.params is Placement.SHARDED else 1.0
+        return [name for name in sorted({*sent, *told})
+                if not ((least if name == _PARAMETERS else 1.0) - _TOLERANCE) * told.get(name, 0) <= sent.get(name, 0)
+                <= (1 + _TOLERANCE) * told.get(name, 0)]
+
+    def chart(self, rank: int, earlier: WirePanel | None = None) -> Chart:
+        """One rank's two bars, in MB; below them that of an earlier run, if one is given."""
         title = f"Wire, rank {rank}"
         if rank not in self._sent:
             return Chart(key="wire", title=title, x_label="MB", y_label="", rank=rank,
                          marks=(Text(text=f"no finished step on rank {rank} yet"),))
-        sent, told = self._sent[rank], self.predicted(rank)
+        sent, told, wrong = self._sent[rank], self.predicted(rank), self.disagreeing(rank)
         bars: dict[str, Mapping[str, float]] = {"sent": sent, **({} if told is None else {"theory": told})}
+        if earlier is not None and rank in earlier._sent:
+            bars["earlier"] = earlier._sent[rank]
         totals = {name: sum(parts.values()) / 1e6 for name, parts in bars.items()}
         value = f"{short(totals['sent'])} MB sent in a step"
         said = f"{value}{_parts(sent)}"
         if told is not None:
             value += f", {short(totals['theory'])} predicted"
             said += f", {short(totals['theory'])} predicted{_parts(told)}"
+        if wrong:
+            value, said = f"{value}: they differ", f"{said}: {' and '.join(wrong)} not as predicted"
         if not any(totals.values()):
             return Chart(key="wire", title=title, x_label="MB", y_label="", rank=rank, note="nothing is sent",
                          marks=(Text(text="nothing is sent"),))
         return Chart(key="wire", title=title, x_label="MB", y_label="", rank=rank, value=value, note=said,
-                     marks=(_lanes(bars),), x_range=(0.0, 1.04 * max(totals.values())))
+                     alert=bool(wrong), marks=(_lanes(bars, wrong),), x_range=(0.0, 1.04 * max(totals.values())))
 
 
 def _parts(sent: Mapping[str, float]) -> str:
@@ -81,16 +98,17 @@ def _parts(sent: Mapping[str, float]) -> str:
     return f" ({', '.join(used)})" if used else ""
 
 
-def _lanes(bars: Mapping[str, Mapping[str, float]]) -> Lanes:
-    """A lane a bar: gradients, then parameters."""
+def _lanes(bars: Mapping[str, Mapping[str, float]], wrong: Sequence[str]) -> Lanes:
+    """A lane a bar: gradients, then parameters; red what was sent and not predicted so."""
     columns: list[tuple[float, ...]] = []
     texts: list[str] = []
     for index, (bar, parts) in enumerate(bars.items()):
         start = 0.0
         for name, size in sorted(parts.items(), key=lambda item: (item[0] == _PARAMETERS, item[0])):
             if size:
-                columns.append((index, 0, start, start + size / 1e6, ROLES.index(
-                    "gather" if name == _PARAMETERS else "reduce")))
+                role = "disagree" if bar == "sent" and name in wrong else (
+                    "gather" if name == _PARAMETERS else "reduce")
+                columns.append((index, 0, start, start + size / 1e6, ROLES.index(role)))
                 texts.append(f"{bar}, {name}: {short(size / 1e6)} MB")
                 start += size / 1e6
     lane, row, begin, end, kind = np.array(columns, dtype=np.float64).reshape(-1, 5).T

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+_UNITS = {"kB": 1e3, "MB": 1e6, "GB": 1e9}
+
 
 def short(value: float | None, digits: int = 3) -> str:
     """`2.94`, `97.5`, `1,234`; a dash for what is not known."""
@@ -17,3 +19,9 @@ def short(value: float | None, digits: int = 3) -> str:
 def percent(share: float | None) -> str:
     """`62 %` for 0.62; a dash for what is not known."""
     return "–" if share is None else f"{100 * share:.0f} %"
+
+
+def size(nbytes: float) -> str:
+    """`46.5 MB`, `16.4 GB`: bytes in powers of ten."""
+    unit = next((name for name in ("GB", "MB") if nbytes >= _UNITS[name]), "kB")
+    return f"{short(nbytes / _UNITS[unit])} {unit}"

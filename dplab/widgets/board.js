@@ -1,6 +1,6 @@
-// The live board: columns come in as float32, five pictures are drawn on canvas. Every word and every scale comes with
-// the message, so that the still picture says the same. The page applies every message and drops only redraws: the next
-// one waits as long as the last one took, so that a slow page lags by one redraw at most.
+// The live board: columns come in as float32, pictures are drawn on canvas. Every word, scale and mark comes with the
+// message, so that the still picture shows the same and a new panel needs nothing here. The page applies every message
+// and drops only redraws: the next one waits as long as the last one took, so that a slow page lags by one at most.
 
 const LEFT = 50, RIGHT = 12, TOP = 20, BOTTOM = 22;
 
@@ -20,34 +20,26 @@ function short(value, digits = 3) {
 // ---- data ----------------------------------------------------------------------------------------------------------
 
 class Store {
-  constructor() { this.series = new Map(); this.status = {}; this.charts = {}; this.sync = null; this.seq = 0; }
+  constructor() { this.columns = new Map(); this.status = {}; this.charts = {}; this.seq = 0; }
 
   // Applies a message; false where rows are missing and a keyframe is needed.
   apply(content, view) {
     let whole = content.keyframe || content.seq === this.seq + 1;
-    if (content.keyframe) this.series.clear();
+    if (content.keyframe) { this.columns.clear(); this.charts = {}; }
     this.seq = content.seq;
     Object.assign(this.status, content.status);
     for (const [name, said] of Object.entries(content.charts))
       this.charts[name] = Object.assign(this.charts[name] || {}, said);
-    if (content.sync) this.sync = content.sync;
     const floats = new Float32Array(view.buffer.slice(view.byteOffset, view.byteOffset + view.byteLength));
     let offset = 0;
     for (const part of content.parts) {
-      const width = part.columns.length, end = offset + part.rows * width;
-      let held = this.series.get(part.id);
-      if (part.start === 0) {
-        held = { generation: part.generation, rows: 0 };
-        for (const column of part.columns) held[column] = [];
-        this.series.set(part.id, held);
-      }
-      if (!held || held.generation !== part.generation || held.rows !== part.start) whole = false;
-      else {
-        for (let at = offset; at < end; at += width)
-          part.columns.forEach((column, index) => held[column].push(floats[at + index]));
-        held.rows += part.rows;
-      }
-      offset = end;
+      let held = this.columns.get(part.id);
+      if (part.start === 0) this.columns.set(part.id, held = Array.from({ length: part.columns }, () => []));
+      if (!held || held.length !== part.columns || (held.length && held[0].length !== part.start)) whole = false;
+      else held.forEach((column, index) => {
+        for (let row = 0; row < part.rows; row++) column.push(floats[offset + index * part.rows + row]);
+      });
+      offset += part.columns * part.rows;
     }
     return whole;
   }
@@ -104,7 +96,12 @@ class Plot {
 
   line(role, xs, ys, faint) {
     const c = this.context;
+    if (xs.length === 1) {
+      c.fillStyle = this.roles[role][0]; c.beginPath(); c.arc(this.x(xs[0]), this.y(ys[0]), 3, 0, 7); c.fill();
+      return;
+    }
     c.strokeStyle = this.roles[role][0]; c.lineWidth = faint ? 1 : 2; c.globalAlpha = faint ? 0.8 : 1;
+    c.save(); c.beginPath(); c.rect(LEFT, 0, this.width - RIGHT - LEFT, this.height - BOTTOM + 1); c.clip();
     c.beginPath();
     let pen = false;
     for (let i = 0; i < xs.length; i++) {
@@ -112,9 +109,8 @@ class Plot {
       if (pen) c.lineTo(this.x(xs[i]), this.y(ys[i])); else c.moveTo(this.x(xs[i]), this.y(ys[i]));
       pen = true;
     }
-    c.stroke();
+    c.stroke(); c.restore();
     c.globalAlpha = 1;
-    if (xs.length === 1) { c.fillStyle = this.roles[role][0]; c.fillRect(this.x(xs[0]) - 2, this.y(ys[0]) - 2, 4, 4); }
   }
 
   // Parts stacked; every value holds until the next x.
@@ -181,33 +177,35 @@ function nearest(xs, x) {
   return best;
 }
 
-// Parts of a whole over time; the legend's roles are the columns.
-function stacked(say) {
-  return (plot, chart, held) => {
-    const roles = chart.legend.map(([role]) => role), x = held.step || held.seconds;
-    plot.axes(chart);
-    plot.stack(roles, x, roles.map((role) => held[role]));
-    plot.inspect = (pixel) => {
-      let i = nearest(x, plot.xInverse(pixel));
-      if (i > 0 && x[i] > plot.xInverse(pixel)) i--;
-      const parts = roles.map((role) => `${plot.roles[role][1]} ${short(held[role][i])}`);
-      return `${say(x[i])}: ${short(held.total[i])} ${chart.y_label} = ${parts.join(" + ")}`;
-    };
+const at = (chart, x) => chart.x_label === "step" ? `step ${Math.round(x)}` : `${short(x)} ${chart.x_label}`;
+
+// What is under the pointer: parts of a stack and their sum, or the value of every line.
+function values(plot, chart, columns) {
+  const area = chart.marks.findIndex((mark) => mark.kind === "area"), of = area < 0 ? 0 : area;
+  const [xs, ...parts] = columns[of];
+  plot.inspect = (pixel) => {
+    const x = plot.xInverse(pixel);
+    let i = nearest(xs, x);
+    if (area >= 0 && i > 0 && xs[i] > x) i--;
+    if (area < 0) return `${at(chart, xs[i])}: ` + chart.marks.flatMap((mark, k) => columns[k][0].length < 2 ? []
+      : `${plot.roles[mark.role][1]} ${short(columns[k][1][nearest(columns[k][0], x)], 4)}`).join(", ");
+    const said = chart.marks[of].roles.map((role, part) => `${plot.roles[role][1]} ${short(parts[part][i])}`);
+    const sum = parts.reduce((total, part) => total + part[i], 0);
+    return `${at(chart, xs[i])}: ${short(sum)} ${chart.y_label} = ${said.join(" + ")}`;
   };
 }
 
-// Bars on named lanes: `held` has their columns, names, rows, roles and texts.
-function lanes(plot, chart, held) {
+// Bars on named lanes.
+function lanes(plot, mark, [lane, row, start, end, kind]) {
   const first = [0];
-  for (const rows of held.rows) first.push(first[first.length - 1] + rows);
-  plot.axes(chart, { rows: first[first.length - 1] });
+  for (const rows of mark.rows) first.push(first[first.length - 1] + rows);
   const c = plot.context, height = Math.abs(plot.y(1) - plot.y(0)), boxes = [];
   c.textAlign = "right"; c.textBaseline = "middle"; c.fillStyle = plot.ink;
-  held.names.forEach((name, lane) => c.fillText(name, LEFT - 5, plot.y(first[lane] + held.rows[lane] / 2)));
-  for (let i = 0; i < held.count; i++) {
-    const role = held.roles[held.kind[i]], thin = role === "waiting" ? 0.5 : 0.84;
-    const box = [plot.x(held.start[i]), plot.y(first[held.lane[i]] + held.row[i] + (1 - thin) / 2)];
-    box.push(Math.max(1, plot.x(held.end[i]) - box[0]), height * thin);
+  mark.names.forEach((name, at) => c.fillText(name, LEFT - 5, plot.y(first[at] + mark.rows[at] / 2)));
+  for (let i = 0; i < lane.length; i++) {
+    const role = mark.roles[kind[i]], thin = role === "waiting" ? 0.5 : 0.84;
+    const box = [plot.x(start[i]), plot.y(first[lane[i]] + row[i] + (1 - thin) / 2)];
+    box.push(Math.max(1, plot.x(end[i]) - box[0]), height * thin);
     c.beginPath(); c.rect(...box);
     plot.fill(role);
     if (role === "reduce" || role === "gather") {
@@ -218,51 +216,48 @@ function lanes(plot, chart, held) {
   plot.inspect = (x, y) => {
     for (let i = boxes.length - 1; i >= 0; i--) {
       const [left, top, w, h] = boxes[i];
-      if (x >= left - 1 && x <= left + w + 1 && y >= top && y <= top + h) return held.texts[i];
+      if (x >= left - 1 && x <= left + w + 1 && y >= top && y <= top + h) return mark.texts[i];
     }
     return "";
   };
 }
 
-const PANELS = {
-  loss(plot, chart, held) {
-    plot.axes(chart);
-    plot.line("loss", held.step, held.loss, true);
-    plot.line("loss_smooth", held.step, held.smooth);
-    plot.inspect = (x) => {
-      const i = nearest(held.step, plot.xInverse(x));
-      return `step ${held.step[i]}: loss ${short(held.loss[i], 4)}, smoothed ${short(held.smooth[i], 4)}`;
-    };
-  },
-  steps: stacked((step) => `step ${step}`),
-  sync: (plot, chart, held, sync) => lanes(plot, chart, { ...sync, ...held, count: held.rows, rows: sync.rows }),
-  wire: (plot, chart) => lanes(plot, chart, { ...chart.lanes, count: chart.lanes.lane.length }),
-  memory: stacked((second) => `${short(second)} s`),
-  utilization(plot, chart, held) {
-    plot.axes(chart, { yTicks: 2 });
-    for (const [name] of chart.legend) plot.line(name, held.seconds, held[name]);
-    plot.inspect = (x) => {
-      const i = nearest(held.seconds, plot.xInverse(x));
-      return `${short(held.seconds[i])} s: `
-        + chart.legend.map(([name, text]) => `${text.split(",")[0]} ${short(held[name][i])} %`).join(", ");
-    };
-  },
-};
-const OF_A_RANK = ["steps", "wire", "memory", "utilization"];
+function draw(plot, chart, columns, small) {
+  const bars = chart.marks.find((mark) => mark.kind === "lanes");
+  plot.axes(chart, { rows: bars ? bars.rows.reduce((sum, rows) => sum + rows, 0) : 0, yTicks: small ? 2 : 4 });
+  if (!bars) values(plot, chart, columns);
+  chart.marks.forEach((mark, i) => {
+    if (mark.kind === "line") plot.line(mark.role, columns[i][0], columns[i][1], mark.faint);
+    else if (mark.kind === "area") plot.stack(mark.roles, columns[i][0], columns[i].slice(1));
+    else lanes(plot, mark, columns[i]);
+  });
+}
 
 // ---- page ----------------------------------------------------------------------------------------------------------
 
+function menu(label, options, chosen) {
+  const made = node("select");
+  made.setAttribute("aria-label", label);
+  const fill = (listed) => made.replaceChildren(...listed.map(([value, text]) => new Option(text, value)));
+  fill(options);
+  made.addEventListener("change", () => chosen(made.value));
+  return { root: made, fill };
+}
+
 class Panel {
-  constructor(key, spec) {
-    this.key = key; this.spec = spec; this.draw = PANELS[key];
-    this.root = node("figure", `dplab-panel dplab-${key}`);
+  constructor(key, spec, small, redraw) {
+    this.key = key; this.spec = spec; this.small = small; this.choice = "";
+    this.root = node("figure", `dplab-panel dplab-${key}${small ? " dplab-small" : ""}`);
     const head = node("header");
     this.title = node("b"); this.value = node("span", "dplab-value");
-    head.append(this.title, this.value);
+    this.menu = menu(`${key} shown`, [], (value) => { this.choice = value; redraw(); });
+    this.menu.root.hidden = true;
+    head.append(this.title, this.menu.root, this.value);
     this.legend = node("div", "dplab-legend");
     this.canvas = node("canvas"); this.canvas.setAttribute("role", "img");
+    this.log = node("pre"); this.log.hidden = true;
     this.caption = node("figcaption");
-    this.root.append(head, this.legend, this.canvas, this.caption);
+    this.root.append(head, this.legend, this.canvas, this.log, this.caption);
     this.plot = new Plot(this.canvas, spec.roles, spec.hatched);
     this.tip = node("div", "dplab-tip"); this.root.append(this.tip);
     this.canvas.addEventListener("pointermove", (event) => this.point(event));
@@ -277,18 +272,49 @@ class Panel {
     this.tip.style.top = `${this.canvas.offsetTop + Math.max(0, event.offsetY - 30)}px`;
   }
 
+  // The chart of the rank, or of the choice, or the only one.
+  chart(store, rank) {
+    const of = Object.values(store.charts).filter((one) => one.choice && one.name.startsWith(`${this.key}/`));
+    if (of.length && String(of.map((one) => one.choice)) !== this.choices) {
+      this.choices = String(of.map((one) => one.choice));
+      this.menu.fill(of.map((one) => [one.choice, one.choice]));
+      this.choice = of[0].choice;
+    }
+    this.menu.root.hidden = !of.length;
+    return store.charts[`${this.key}/${of.length ? this.choice : rank}`] || store.charts[this.key];
+  }
+
   redraw(store, rank, style) {
-    const name = OF_A_RANK.includes(this.key) ? `${this.key}/${rank}` : this.key, chart = store.charts[name];
+    const chart = this.chart(store, rank);
     if (!chart) return;
     this.title.textContent = chart.title;
     this.value.textContent = this.value.title = chart.value;
+    this.value.classList.toggle("dplab-alert", chart.alert);
     this.caption.textContent = chart.caption;
-    this.plot.begin(style);
-    const held = store.series.get(name);
-    if (chart.words || !(chart.lanes || (held && held.rows))) this.plot.words(chart.words || "");
-    else this.draw(this.plot, chart, held, store.sync);
+    const log = chart.marks.find((mark) => mark.kind === "log" && mark.lines.length), bars = chart.marks[0].rows;
+    this.canvas.hidden = Boolean(log); this.log.hidden = !log;
+    if (log) this.print(log.lines);
+    else {
+      if (this.small && bars) this.canvas.style.height = `${28 + 15 * bars.length}px`;
+      this.plot.begin(style);
+      if (chart.words) this.plot.words(chart.words);
+      else draw(this.plot, chart, chart.marks.map((_, i) => store.columns.get(`${chart.name}#${i}`) || [[]]), this.small);
+    }
     this.say(chart.legend);
     this.canvas.setAttribute("aria-label", `${chart.title}: ${chart.note}`);
+  }
+
+  print(lines) {
+    const text = JSON.stringify(lines);
+    if (text === this.printed) return;
+    this.printed = text;
+    const low = this.log.scrollHeight - this.log.scrollTop - this.log.clientHeight < 30;
+    this.log.replaceChildren(...lines.flatMap(([rank, stream, words]) => {
+      const who = node("b", "", `${rank} `);
+      who.title = `rank ${rank}, ${stream}`;
+      return [who, node("span", `dplab-${stream}`, `${words}\n`)];
+    }));
+    if (low) this.log.scrollTop = this.log.scrollHeight;
   }
 
   say(legend) {
@@ -305,20 +331,38 @@ class Panel {
   }
 }
 
+function button(text, title, clicked) {
+  const made = node("button", "", text);
+  made.title = title;
+  made.addEventListener("click", clicked);
+  return made;
+}
+
 function header(spec, send, redraw) {
   const root = node("div", "dplab-status"), state = node("span", "dplab-state");
   const facts = node("span", "dplab-facts"), problem = node("span", "dplab-problem");
-  const rank = node("select");
-  rank.setAttribute("aria-label", "rank shown");
-  for (let r = 0; r < spec.ranks; r++) rank.append(new Option(`rank ${r}`, r));
-  rank.addEventListener("change", () => { send({ type: "rank", rank: Number(rank.value) }); redraw(); });
-  const stop = node("button", "", "Stop run");
-  stop.title = "the same as run.stop() in a cell";
-  stop.addEventListener("click", () => {
-    send({ type: "stop" });
-    stop.textContent = "stopping …"; stop.disabled = true;
+  const rank = menu("rank shown", Array.from({ length: spec.ranks }, (_, r) => [r, `rank ${r}`]), (chosen) => {
+    send({ type: "rank", rank: Number(chosen) }); redraw();
   });
-  root.append(state, facts, problem, rank, stop);
+  let asked = "", paused = false;
+  const ask = (type, waits, more) => { asked = waits; send({ type, ...more }); redraw(); };
+  const hold = button("Pause", "the same as run.pause() and run.resume() in a cell",
+    () => ask(paused ? "resume" : "pause", paused ? "resuming …" : "pausing …"));
+  const step = button("Step", "the same as run.step() in a cell: one step, then pause", () => ask("step", "one step …"));
+  const stop = button("Stop run", "the same as run.stop() in a cell", () => ask("stop", "stopping …"));
+  const strategy = menu("strategy to relaunch under", spec.strategies.map((name) => [name, name]), () => {});
+  const again = button("Relaunch", "the same as run.relaunch(strategy=...) in a cell: stops this run and starts another",
+    () => ask("relaunch", "relaunching …", { strategy: strategy.root.value }));
+  const compare = menu("run to compare with", [], (chosen) => send({ type: "compare", run: chosen }));
+  const past = node("input"), live = button("Live", "the same as board.follow() in a cell", () => seek(null));
+  past.type = "range"; past.min = 1; past.title = "the same as board.seek(step) in a cell";
+  past.setAttribute("aria-label", "step shown");
+  let wanted = null;
+  const seek = (number) => { wanted = number; send({ type: "seek", step: number }); redraw(); };
+  past.addEventListener("input", () => seek(Number(past.value)));
+  const bar = node("div", "dplab-controls"), said = node("span", "dplab-asked");
+  bar.append(hold, step, stop, strategy.root, again, compare.root, past, live, said);
+  root.append(state, facts, rank.root, problem, bar);
   const update = (status) => {
     state.textContent = status.state;
     state.style.background = spec.states[status.state] || "";
@@ -328,15 +372,26 @@ function header(spec, send, redraw) {
       return fact;
     }));
     problem.textContent = status.problem || "";
-    if (spec.final.includes(status.state)) stop.hidden = true;
+    if (status.done !== root.done) { root.done = status.done; asked = ""; }
+    paused = status.state === "paused";
+    hold.textContent = paused ? "Resume" : "Pause";
+    const over = spec.final.includes(status.state);
+    for (const one of [hold, step, stop]) { one.hidden = over; one.disabled = Boolean(asked); }
+    again.disabled = Boolean(asked); again.hidden = strategy.root.hidden = !status.relaunch;
+    const runs = JSON.stringify(status.others);
+    if (runs !== root.others) { root.others = runs; compare.fill([["", "compare with …"], ...status.others]); }
+    compare.root.hidden = !status.others.length;
+    past.hidden = !(status.last > 1); past.max = status.last || 1;
+    if (document.activeElement !== past || wanted === null) past.value = status.shown ?? status.last ?? 1;
+    live.hidden = status.shown === null;
+    said.textContent = asked || (status.shown === null ? "" : `as after step ${status.shown} of ${status.last}`);
   };
-  return { root, update, rank: () => Number(rank.value || 0) };
+  return { root, update, rank: () => Number(rank.root.value || 0) };
 }
 
 function render({ model, el }) {
   const spec = model.get("spec"), store = new Store(), root = node("div", "dplab-board");
   const send = (content) => model.send(content);
-  const panels = Object.keys(PANELS).map((key) => new Panel(key, spec));
   const grid = node("div", "dplab-grid");
   let scheduled = 0, nextAt = 0, sent = 0, redraws = 0, askedAt = 0, ackedAt = 0;
 
@@ -364,12 +419,14 @@ function render({ model, el }) {
     schedule();
   };
 
-  const top = header(spec, send, schedule);
+  const top = header(spec, send, schedule), panels = [];
   root.append(top.root, grid);
-  const [loss, steps, sync, wire, memory, utilization] = panels.map((panel) => panel.root);
-  grid.append(loss, steps, sync, memory);
-  // the small second halves: bytes below the buckets, utilization on the time axis of memory
-  sync.append(wire); memory.append(utilization);
+  for (const keys of spec.grid) {   // a cell: a panel, or one with a small one below
+    const cell = node("div", "dplab-cell");
+    panels.push(...keys.map((key, place) => new Panel(key, spec, place > 0, schedule)));
+    cell.append(...panels.slice(-keys.length).map((panel) => panel.root));
+    grid.append(cell);
+  }
   el.append(root);
   const first = model.get("snapshot");
   if (first && first.content) { store.apply(first.content, first.data); sent = first.content.sent; }

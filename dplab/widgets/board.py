@@ -1,8 +1,9 @@
 """The live board of a run: its panels on canvas that follow its files, and a still picture when it is over.
 
 Life of a board: made (the files are read once) -> displayed (a thread reads on and sends what changed) -> frozen
-(the run ended, or `freeze()`: the widget's place takes an SVG and words) -> closed. Where nobody can watch a
-widget (nbval, nbconvert, a script) no comm is opened and no thread runs; the picture is renewed after cells.
+(the run ended, or `freeze()`: the widget's place takes an SVG and words) -> closed. A board that looks at the past
+(`seek`, or `replay=True` of a run that is over) stays until `freeze()`. Where nobody can watch a widget (nbval,
+nbconvert, a script) no comm is opened and no thread runs; the picture is renewed after cells.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import threading
 import time
 import uuid
 import weakref
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +25,13 @@ except ImportError as error:
     raise UsageError(f"the live board needs {error.name}, which is not installed; install dplab's extra 'lab' "
                      f"(pip install 'dplab[lab]'), or read the run with run.events()") from error
 
+from dplab.launcher.watch import Watch
 from dplab.telemetry.rundir import ENDED
 from dplab.views import theme
-from dplab.views.fold import Fold
+from dplab.views.feed import Feed
+from dplab.views.fold import GRID
 from dplab.views.panels import SHOWN_RANKS
-from dplab.views.records import Head
-from dplab.views.svg import svg
 from dplab.widgets import frontend
-from dplab.widgets.feed import Feed
 
 MAX_HZ = 4.0
 _KEYFRAME_S = 5.0
@@ -69,7 +70,8 @@ class Board(anywidget.AnyWidget):
     """Live board of a run, given as a `Run` or as its directory.
 
     `hz`: messages a second, at most 4. `live`: True opens a widget, False shows still pictures; None finds out
-    whether somebody watches. Raises UsageError for a rate that is not allowed, RunError where there is no run.
+    whether somebody watches. `replay`: True keeps the widget of a run that is over, to go through its past. Raises
+    UsageError for a rate that is not allowed, RunError where there is no run.
     """
 
     # text, not paths: anywidget ties every instance to a path's watcher, which would hold it for ever
@@ -80,34 +82,38 @@ class Board(anywidget.AnyWidget):
     snapshot = traitlets.Dict().tag(sync=True)
     _ticker: Ticker | None = None
 
-    def __init__(self, run: Any, *, hz: float = 2.0, live: bool | None = None) -> None:
+    def __init__(self, run: Any, *, hz: float = 2.0, live: bool | None = None, replay: bool = False) -> None:
         if not 0 < hz <= MAX_HZ:
             raise UsageError(f"Board(hz={hz!r}) is not allowed; hz is a number of messages a second above 0 "
                              f"and at most {MAX_HZ:g}")
-        if isinstance(run, str | Path):
-            from dplab.launcher.run import attach
-
-            run = attach(run)
-        self.run = run
         self.live = frontend.watched() if live is None else live
+        self.replay = replay
         self.frozen = self.closed = False
-        self.problem: str | None = None
-        """why the run's files could not be read the last time, None where they could"""
-        self._fold = Fold(run.spec.world_size, run.spec.strategy)
-        self._feed = Feed(self._fold)
-        self._reader = run.reader()
+        self._feed = Feed()
         self._period = 1 / hz
-        self._guard = threading.RLock()  # the fold is read by cells and fed by the thread
         self._display_id = _new_display_id()
         self._rank = 0
         """chosen on the page; still pictures show it too"""
-        self._stop_asked = self._keyframe_asked = False
+        self._asked: deque[tuple[str, Any]] = deque()
+        self._done = 0
+        self._keyframe_asked = False
         self._hellos = 0
         self._heard_at = self._keyframe_at = self._drawn_at = time.monotonic()
-        self._read()
-        content, data = self._feed.message(self._status(), keyframe=True)
+        self._watch = Watch(run)
+        self._watch.read()
+        content, data = self._watch.message(self._feed, keyframe=True, done=0)
         super().__init__(spec=self._spec(), snapshot={"content": content, "data": data} if self.live else {})
         self.on_msg(self._on_message)
+
+    @property
+    def run(self) -> Any:
+        """The run that is followed; another one after `relaunch`."""
+        return self._watch.run
+
+    @property
+    def problem(self) -> str | None:
+        """Why the run's files could not be read the last time, None where they could."""
+        return self._watch.problem
 
     def open(self) -> None:
         """Opens the comm, where somebody watches: a comm that nobody reads would only swell the saved notebook."""
@@ -118,22 +124,15 @@ class Board(anywidget.AnyWidget):
 
     def summary(self, rank: int = 0) -> str:
         """The board in words."""
-        with self._guard:
-            text = self._fold.summary(self._title(), rank)
-        problem = self._trouble()
-        return f"{text}\n  {problem}" if problem else text
+        return self._watch.summary(rank)
 
     def svg(self, rank: int = 0) -> str:
         """The board as a still picture."""
-        with self._guard:
-            return svg(self._fold.grid(rank), title=self._title(), head=self._head())
+        return self._watch.svg(rank)
 
     def figures(self, rank: int = 0) -> list[Any]:
         """The board's charts as plotly figures, to hover and zoom."""
-        from dplab.views.figures import figure
-
-        with self._guard:
-            return [figure(chart) for chart in self._fold.charts(rank)]
+        return self._watch.figures(rank)
 
     def __repr__(self) -> str:
         return self.summary()
@@ -157,8 +156,8 @@ class Board(anywidget.AnyWidget):
         _shown[key] = self
         if self.frozen or self.closed:  # a picture of its own: what stands elsewhere keeps its moment
             self._display_id = _new_display_id()
-        self._read()
-        if self._over() and not self.frozen:
+        self._watch.read()
+        if self._done_with():
             self._end()
         frontend.show(self._bundle(), self._display_id)
         if self.frozen or self.closed:
@@ -170,8 +169,8 @@ class Board(anywidget.AnyWidget):
 
     def after_cell(self) -> None:
         """Renews the still picture; called after each cell where nobody watches."""
-        self._read()
-        over = self._over()
+        self._watch.read()
+        over = self._watch.over()
         if over or time.monotonic() - self._drawn_at > _REDRAW_S:
             frontend.show(self._bundle(), self._display_id, update=True)
         if over:
@@ -181,7 +180,7 @@ class Board(anywidget.AnyWidget):
         """Puts a still picture of this moment in the board's place. The run goes on; nothing else does."""
         if self.frozen or self.closed:
             return
-        self._read()
+        self._watch.read()
         self._end(show=True)
 
     def close(self) -> None:
@@ -211,44 +210,33 @@ class Board(anywidget.AnyWidget):
         """Asks the run to stop: what the button does, for a cell."""
         self.run.stop()
 
-    def _read(self) -> None:
-        with self._guard:
-            try:
-                self._fold.feed(self._reader.poll())
-                self.problem = None
-            except (RunError, OSError) as error:
-                self.problem = f"the run cannot be read: {error}"
+    def relaunch(self, strategy: Any = None) -> Any:
+        """Stops the run, starts the same again under another strategy and follows that; see `Run.relaunch`."""
+        run = self._watch.relaunch(strategy)
+        self._keyframe_asked = True
+        return run
 
-    def _over(self) -> bool:
-        """True once the run has ended and everything that it wrote is read."""
-        if self.run.state not in ENDED:
-            return False
-        self._read()  # written between the last read and the end
-        return True
+    def compare(self, other: Any) -> None:
+        """Puts another run (a Run, its id or its directory; None: none) beside this one, in every panel that can."""
+        self._watch.compare(other)
 
-    def _trouble(self) -> str | None:
-        return self.problem or (self.run.failure if self.run.state == "failed" else None)
+    def seek(self, step: int) -> None:
+        """Shows the run as it was when every rank had ended its `step`-th step. UsageError outside of 1 to the last."""
+        self._watch.seek(step)
 
-    def _title(self) -> str:
-        spec = self.run.spec
-        ranks = f"{spec.world_size} rank{'s' if spec.world_size > 1 else ''}"
-        label = f"{spec.label}: " if spec.label else ""
-        return f"{label}{spec.strategy or 'its own strategy'}, {ranks}, {self.run.state}"
+    def follow(self) -> None:
+        """Back from the past to the newest step."""
+        self._watch.follow()
 
-    def _head(self) -> Head:
-        spec = self.run.spec
-        label = (("run", spec.label),) if spec.label else ()
-        return Head(state=self.run.state, problem=self._trouble(), facts=(
-            *label, ("strategy", spec.strategy or "its own"), ("ranks", str(spec.world_size)),
-            *self._fold.status().facts()))
-
-    def _status(self) -> dict[str, Any]:
-        head = self._head()
-        return {"state": head.state, "problem": head.problem, "facts": head.facts}
+    def _done_with(self) -> bool:
+        """True where a still picture takes the board's place: the run is over, and nobody goes through its past."""
+        past = self.live and (self.replay or self._watch.step is not None)
+        return self._watch.over() and not (self.frozen or self.closed or past)
 
     def _spec(self) -> dict[str, Any]:
         return {"ranks": min(self.run.spec.world_size, SHOWN_RANKS), "path": str(self.run.path), "final": ENDED,
-                "roles": theme.ROLES, "hatched": theme.HATCHED, "states": theme.STATES}
+                "roles": theme.ROLES, "hatched": theme.HATCHED, "states": theme.STATES, "grid": GRID,
+                "strategies": tuple(dict.fromkeys((self.run.spec.strategy or "ddp", *_STRATEGIES)))}
 
     # ---- the page ------------------------------------------------------------------------------------------------
 
@@ -260,11 +248,10 @@ class Board(anywidget.AnyWidget):
     def tick(self) -> float | None:
         """Reads on, sends what changed, and says after how many seconds to come again; None: never."""
         began = time.monotonic()
-        if self._stop_asked:
-            self._stop_asked = False
-            self.run.request_stop()
-        self._read()
-        if self._over() or self.frozen:
+        while self._asked:
+            self._perform(*self._asked.popleft())
+        self._watch.read()
+        if self._done_with() or self.frozen:
             if not self.closed:
                 self._transmit(keyframe=True)
             if not self.frozen:
@@ -280,15 +267,30 @@ class Board(anywidget.AnyWidget):
         # a kernel that needs long for a tick is busy with something better
         return max(period, 4 * (time.monotonic() - began))
 
+    def _perform(self, kind: str, value: Any) -> None:
+        """Does what a button asked for; what cannot be done is said on the board."""
+        try:
+            self._watch.notice = None
+            if kind == "relaunch":
+                self.relaunch(value)
+            elif kind == "compare":
+                self.compare(value or None)
+            elif kind == "seek":
+                self.seek(value) if value is not None else self.follow()
+            else:
+                getattr(self.run, f"request_{kind}")()
+        except (RunError, UsageError, OSError) as error:
+            self._watch.notice = str(error)
+        self._done += 1
+
     def _transmit(self, *, keyframe: bool) -> None:
-        with self._guard:
-            content, data = self._feed.message(self._status(), keyframe=keyframe)
+        content, data = self._watch.message(self._feed, keyframe=keyframe, done=self._done)
         if keyframe:
             self._keyframe_asked, self._keyframe_at = False, time.monotonic()
         self.send(content, buffers=[data])
 
     def _on_message(self, _: Any, content: dict[str, Any], __: list[Any]) -> None:
-        """The page speaks: on any thread, early or late, so that this only sets flags."""
+        """The page speaks: on any thread, early or late, so that this only notes what it says."""
         self._heard_at = time.monotonic()
         kind = content.get("type")
         if kind == "hello":
@@ -296,9 +298,16 @@ class Board(anywidget.AnyWidget):
             self._hellos += bool(content.get("fresh"))
         elif kind == "rank" and content.get("rank") in range(min(self.run.spec.world_size, SHOWN_RANKS)):
             self._rank = int(content["rank"])
-        elif kind == "stop":
-            self._stop_asked = True
-        if kind in ("hello", "stop") and not self.closed:
+        elif kind in _ACTIONS:
+            if kind == "seek" and self._asked and self._asked[-1][0] == "seek":
+                self._asked.pop()  # a slider that moves says more than anybody can follow
+            self._asked.append((kind, content.get(_ACTIONS[kind])))
+        if kind in ("hello", *_ACTIONS) and not self.closed:
             self._start()
             if self._ticker is not None:
                 self._ticker.wake.set()
+
+
+_STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
+_ACTIONS = {"stop": "", "pause": "", "step": "", "resume": "", "relaunch": "strategy", "compare": "run", "seek": "step"}
+"""What the page may ask for, and which field says more about it."""

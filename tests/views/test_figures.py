@@ -9,6 +9,7 @@ import pytest
 from dplab.views import theme
 from dplab.views.figures import figure, timeline_figure
 from dplab.views.fold import Fold
+from dplab.views.steps import ANATOMY
 from tests.views.synthetic import run_events
 
 
@@ -23,7 +24,7 @@ def test_lines_and_areas_are_the_charts_columns(fold):
     drawn = figure(fold.loss.chart())
     np.testing.assert_array_equal(drawn.data[0].y, fold.loss.series["loss"])
     stacked = figure(fold.steps.chart())
-    assert [trace.name for trace in stacked.data] == [theme.label(x) for x in ("compute", "exposed", "other_time")]
+    assert [trace.name for trace in stacked.data] == [theme.label(part) for part in ANATOMY]
     assert {trace.stackgroup for trace in stacked.data} == {"all"}
 
 

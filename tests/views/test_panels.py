@@ -62,7 +62,8 @@ def test_a_loss_that_is_no_number_is_shown_and_spoils_nothing_after_it():
 
 def test_step_times_are_those_of_the_synthetic_run():
     fold = folded(run_events(2, 10))
-    assert fold.steps.medians() == pytest.approx({"compute": 78, "exposed": 16, "other_time": 6, "total": 100})
+    assert fold.steps.medians() == pytest.approx({
+        "forward": 30, "backward": 33, "step_optimizer": 15, "exposed": 16, "data": 0, "other_time": 6, "total": 100})
     (area,) = fold.steps.chart(1).marks
     assert isinstance(area, StackedArea)
     np.testing.assert_allclose(area.ys.sum(axis=0), 100)
@@ -70,9 +71,10 @@ def test_step_times_are_those_of_the_synthetic_run():
 
 def test_memory_stack_holds_the_gauges_by_category():
     fold = folded(run_events(2, 10))
-    (area,) = fold.memory.chart(1).marks
+    area, peak = fold.memory.chart(1).marks
     assert area.roles == tuple(name for name in CATEGORIES if MEMORY.get(name))
     np.testing.assert_allclose(area.ys[:, -1], [MEMORY[name] / MB for name in area.roles])
+    assert (peak.role, peak.y.tolist()) == ("peak", [47])
     assert fold.memory.latest(1)["process"] == 300
     assert fold.memory.peak[1] == sum(MEMORY[name] for name in CATEGORIES if name in MEMORY)
 
@@ -85,7 +87,7 @@ def test_private_memory_of_the_process_may_come_as_a_gauge_of_its_own():
 
 def test_what_cannot_be_measured_is_said_not_left_blank():
     fold = folded(run_events(1, 5), world_size=1)
-    assert fold.memory.utilization_chart(0).note == "CPU core 97 %, GPU not measurable here"
+    assert fold.utilization.chart(0).note == "CPU core 97 %, GPU not measurable here"
 
 
 @pytest.mark.parametrize(("key", "text"), [
@@ -95,6 +97,9 @@ def test_what_cannot_be_measured_is_said_not_left_blank():
     ("wire", "no finished step on rank 0 yet"),
     ("memory", "no memory gauge of rank 0 yet"),
     ("utilization", "utilization of rank 0 is not measured yet"),
+    ("anatomy", "no finished step yet"),
+    ("ownership", "the layout is not recorded (yet): dplab.parallelize does it"),
+    ("logs", "nothing printed yet"),
 ])
 def test_an_empty_panel_says_what_is_missing(key, text):
     chart = next(chart for chart in folded([]).charts() if chart.key == key)
@@ -121,6 +126,6 @@ def test_memory_and_utilization_start_at_their_first_gauge():
     late = [event._replace(t0=event.t0 + 2_000 * MS, t1=event.t1 + 2_000 * MS) for event in run_events(1, 5)]
     fold = Fold(1)
     fold.feed([Event("log", "start", 0, 0, START, START, {}), *late])
-    memory, utilization = fold.memory.chart(0), fold.memory.utilization_chart(0)
+    memory, utilization = fold.rank_charts(0)[2:]
     assert memory.x_range == utilization.x_range
     assert memory.x_range[0] == memory.marks[0].x[0] > 2

@@ -30,13 +30,15 @@ def test_bars_are_the_bytes_of_a_step_gradients_first():
     chart = wire("zero2").chart(1)
     half = 16 / 2                                    # (N-1)/N of the 16 MB of parameters that the gauge tells
     assert bars(chart) == [
-        ("sent", "reduce", 0, pytest.approx(REDUCED)),
-        ("sent", "gather", pytest.approx(REDUCED), pytest.approx(REDUCED + GATHERED)),
+        ("sent", "disagree", 0, pytest.approx(REDUCED)),
+        ("sent", "disagree", pytest.approx(REDUCED), pytest.approx(REDUCED + GATHERED)),
         ("theory", "reduce", 0, half), ("theory", "gather", half, 2 * half)]
     assert chart.title == "Wire, rank 1"
-    assert chart.value == "0.0164 MB sent in a step, 16 predicted"
+    assert chart.value == "0.0164 MB sent in a step, 16 predicted: they differ"
+    assert chart.alert
     assert chart.note == ("0.0164 MB sent in a step (reduce_scatter 0.0123, all_gather 0.0041), "
-                          "16 predicted (reduce_scatter 8, all_gather 8)")
+                          "16 predicted (reduce_scatter 8, all_gather 8): all_gather and reduce_scatter not as "
+                          "predicted")
     assert chart.marks[0].texts[-1] == "theory, all_gather: 8 MB"
 
 
@@ -74,7 +76,7 @@ def test_before_the_first_step_and_where_nothing_is_sent():
 def test_roles_are_those_of_the_timeline_above():
     from dplab.views.sync import ROLES as TIMELINE
 
-    assert set(ROLES) < set(TIMELINE)
+    assert set(ROLES) - {"disagree"} < set(TIMELINE)
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from dplab.errors import RunError
@@ -35,12 +36,32 @@ class FakeRun:
         self.broken: str | None = None
         self.failure: str | None = None
         self.stops = 0
+        self.asked: list[str] = []
+        self.relaunchable = False
 
     def reader(self) -> FakeReader:
         return FakeReader(self)
 
     def request_stop(self) -> None:
         self.stops += 1
+
+    def request_pause(self) -> None:
+        self.asked.append("pause")
+
+    def request_resume(self) -> None:
+        self.asked.append("resume")
+
+    def request_step(self) -> None:
+        self.asked.append("step")
+
+    def relaunch(self, strategy: str | None = None) -> FakeRun:
+        self.asked.append(f"relaunch {strategy}")
+        if not self.relaunchable:
+            raise RunError("what the run called is not kept any more")
+        self.state = "stopped"
+        new = FakeRun(self.spec.world_size)
+        new.spec = replace(new.spec, strategy=strategy)
+        return new
 
     def stop(self) -> None:
         self.request_stop()

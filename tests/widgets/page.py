@@ -39,29 +39,34 @@ class Page:
     """Applies messages as board.js does; `whole` is False once rows were missing."""
 
     def __init__(self) -> None:
-        self.series: dict[str, dict[str, Any]] = {}
+        self.columns: dict[str, np.ndarray] = {}
         self.status: dict[str, Any] = {}
         self.charts: dict[str, dict[str, Any]] = {}
         self.whole = True
+        self._sequence = 0
 
     def apply(self, content: dict[str, Any], data: bytes) -> None:
         floats, at = np.frombuffer(data, dtype=np.float32), 0
         if content["keyframe"]:
-            self.series.clear()
+            self.columns.clear()
+            self.charts.clear()
             self.whole = True
+        elif content["seq"] != self._sequence + 1:
+            self.whole = False
+        self._sequence = content["seq"]
         self.status.update(content["status"])
         for name, said in content["charts"].items():
             self.charts.setdefault(name, {}).update(said)
         for part in content["parts"]:
-            rows = floats[at:at + part["rows"] * len(part["columns"])].reshape(-1, len(part["columns"]))
+            rows = floats[at:at + part["rows"] * part["columns"]].reshape(part["columns"], -1)
             at += rows.size
-            held = self.series.get(part["id"])
+            held = self.columns.get(part["id"])
             if part["start"] == 0:
-                self.series[part["id"]] = {"generation": part["generation"], "rows": rows}
-            elif held is None or held["generation"] != part["generation"] or len(held["rows"]) != part["start"]:
+                self.columns[part["id"]] = rows
+            elif held is None or held.shape != (part["columns"], part["start"]):
                 self.whole = False
             else:
-                held["rows"] = np.concatenate([held["rows"], rows])
+                self.columns[part["id"]] = np.concatenate([held, rows], axis=1)
         assert at == floats.size
 
 

@@ -1,0 +1,89 @@
+"""Pausing a run, letting it go on, one step at a time; and recording some of its steps. From any process.
+
+Every request is a file that the ranks look at (`telemetry.wishes`); those that wait do so by polling the directory.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from dplab.errors import RunError, UsageError
+from dplab.telemetry.rundir import ENDED, RunDirectory
+from dplab.telemetry.state import read_state
+from dplab.telemetry.wishes import Capture, Pause, read_pause, write_capture, write_pause
+
+PAUSE_SECONDS = 60.0
+"""How long a run that is asked to pause may take to the end of its step, where nobody says otherwise."""
+MOST_STEPS = 1000
+"""Steps of one recording: torch's profiler keeps every operation of them in memory."""
+_POLL_SECONDS = 0.02
+
+
+def request_pause(directory: RunDirectory) -> None:
+    """Asks the ranks to wait before their next step."""
+    if directory.state() not in ENDED:
+        write_pause(directory.control, Pause(True, read_pause(directory.control).go))
+
+
+def request_resume(directory: RunDirectory) -> None:
+    """Lets the ranks go on. A run that is being stopped is not let go: it ends where it stands."""
+    if directory.state() not in (*ENDED, "stopping"):
+        go = read_pause(directory.control).go
+        write_pause(directory.control, Pause(False, max(go, _steps(directory, max) + 1)))
+
+
+def request_step(directory: RunDirectory, steps: int = 1) -> int:
+    """Lets paused ranks do some steps more; of a run that is not paused, pauses it. Returns how many steps will have
+    ended when it is paused again. UsageError for a number that is not allowed."""
+    if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
+        raise UsageError(f"step({steps!r}) is not allowed; give a whole number of steps >= 1")
+    ended = _steps(directory, max)
+    if directory.state() != "paused":
+        request_pause(directory)
+        return ended
+    write_pause(directory.control, Pause(True, ended + steps))
+    return ended + steps
+
+
+def wait_until_paused(directory: RunDirectory, steps: int, timeout: float) -> str:
+    """The state, `paused`, once every rank waits with that many steps ended or more; or the state in which the run
+    ended. TimeoutError when neither came: the wish stands."""
+    deadline = time.monotonic() + timeout
+    while (state := directory.state()) not in ENDED:
+        if state == "paused" and _steps(directory, min) >= steps:
+            return state
+        if time.monotonic() >= deadline:
+            raise TimeoutError(f"run {directory.path.name} is {state} {timeout:g} s after it was asked to pause; a "
+                               f"program pauses in engine.step(), and this one will when it comes there: wait again "
+                               f"with pause(), or resume() it")
+        time.sleep(_POLL_SECONDS)
+    return state
+
+
+def request_capture(directory: RunDirectory, steps: tuple[int, int], *, memory: bool) -> Capture:
+    """Asks every rank to record the steps from the first to the last, both included. UsageError for steps that are
+    not ahead; RunError where the run has ended."""
+    allowed = (isinstance(steps, tuple | list) and len(steps) == 2 and all(type(step) is int for step in steps)
+               and 0 <= steps[0] <= steps[1] < steps[0] + MOST_STEPS)
+    if not allowed:
+        raise UsageError(f"profile(steps={steps!r}) is not allowed; give the first and the last step, such as "
+                         f"(10, 12), at most {MOST_STEPS} of them")
+    state, ended = directory.state(), _steps(directory, max)
+    if state in ENDED:
+        raise RunError(f"run {directory.path.name} has ended ({state}); only steps of a run that goes can be recorded")
+    if steps[0] <= ended + 1 and state != "paused":      # the next one may begin before every rank has seen the wish
+        raise UsageError(f"profile(steps={tuple(steps)}) is not allowed; the run is in step {ended}: give steps ahead "
+                         f"of it, such as ({ended + 10}, {ended + 12}), or pause() it first")
+    if steps[0] < ended:
+        raise UsageError(f"profile(steps={tuple(steps)}) is not allowed; {ended} steps have ended: give {ended} or "
+                         f"later")
+    capture = Capture(steps[0], steps[1], memory)
+    write_capture(directory.control, capture)
+    return capture
+
+
+def _steps(directory: RunDirectory, over: Callable[[list[int]], int]) -> int:
+    """Steps that have ended on the rank that is the furthest (`max`) or the least far (`min`)."""
+    pages = [read_state(directory.rank(rank) / "state") for rank in range(directory.spec.world_size)]
+    return over([0 if page is None else page.step for page in pages])

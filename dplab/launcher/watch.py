@@ -1,0 +1,187 @@
+"""A run as somebody looks at it: the newest step or a past one, alone or beside another run; as charts and in words.
+
+No display of its own: the live board sends what stands here, a still picture draws it.
+"""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+from dplab.errors import RunError, UsageError
+from dplab.telemetry.rundir import ENDED
+from dplab.views.fold import Fold
+from dplab.views.past import Past
+from dplab.views.records import Head
+from dplab.views.svg import svg
+
+_OTHERS = 12
+"""Earlier runs that are offered to compare with."""
+
+
+class Watch:
+    """Follows a run, given as a `Run` or as its directory or id. Safe to read from one thread while another feeds."""
+
+    def __init__(self, run: Any) -> None:
+        self._guard = threading.RLock()
+        self._take(_run(run))
+
+    def _take(self, run: Any) -> None:
+        self.run = run
+        self.problem: str | None = None
+        """why the run's files could not be read the last time, None where they could"""
+        self.notice: str | None = None
+        """why what was asked for last could not be done"""
+        self.step: int | None = None
+        """the step that is looked at; None: the newest"""
+        self.fold = self._new_fold()
+        self._reader = run.reader()
+        self._past = Past(run.reader, self._new_fold)
+        self._others = _others(run)
+
+    def _new_fold(self) -> Fold:
+        return Fold(self.run.spec.world_size, self.run.spec.strategy)
+
+    def read(self) -> None:
+        """Takes what the run has written since the last time."""
+        with self._guard:
+            try:
+                self.fold.feed(self._reader.poll())
+                self.problem = None
+            except (RunError, OSError) as error:
+                self.problem = f"the run cannot be read: {error}"
+
+    def over(self) -> bool:
+        """True once the run has ended and everything that it wrote is read."""
+        if self.run.state not in ENDED:
+            return False
+        self.read()  # written between the last read and the end
+        return True
+
+    # ---- what is looked at
+
+    def seek(self, step: int) -> None:
+        """Looks at the run as it was when every rank had ended its `step`-th step. UsageError outside of 1 to the
+        last."""
+        last = self.fold.pace.steps
+        if not isinstance(step, int) or not 1 <= step <= last:
+            raise UsageError(f"seek({step!r}) is not allowed; the run has ended {last} steps: give 1 to {last}")
+        with self._guard:
+            self.step = step
+
+    def follow(self) -> None:
+        """Back from the past to the newest step."""
+        self.step = None
+
+    def compare(self, other: Any) -> None:
+        """Puts another run (a Run, its id or its directory; None: none) beside this one, in every panel that can."""
+        fold = None
+        if other is not None:
+            run = _run(other)
+            fold = Fold(run.spec.world_size, run.spec.strategy)
+            fold.feed(run.reader().poll())
+        with self._guard:
+            self.fold.earlier = fold
+
+    def relaunch(self, strategy: Any = None) -> Any:
+        """Stops the run, starts the same again under another strategy, follows that; returns the new run. The run
+        before stays beside it. UsageError for a strategy that is not allowed, RunError where what the run called is
+        not kept any more."""
+        run, before = self.run.relaunch(strategy=strategy), self.fold
+        with self._guard:
+            self._take(run)
+            before.earlier, self.fold.earlier = None, before
+        return run
+
+    @property
+    def shown(self) -> Fold:
+        """The fold that is looked at: the newest, or a past one."""
+        if self.step is None:
+            return self.fold
+        with self._guard:
+            past = self._past.at(self.step)
+            past.earlier = self.fold.earlier
+        return past
+
+    # ---- how it looks
+
+    def summary(self, rank: int = 0) -> str:
+        """The board in words."""
+        with self._guard:
+            text = self.shown.summary(self.title, rank)
+        problem = self.trouble
+        return f"{text}\n  {problem}" if problem else text
+
+    def svg(self, rank: int = 0) -> str:
+        """The board as a still picture."""
+        with self._guard:
+            return svg(self.shown.grid(rank), title=self.title, head=self.head())
+
+    def figures(self, rank: int = 0) -> list[Any]:
+        """The charts as plotly figures, to hover and zoom."""
+        from dplab.views.figures import figure
+
+        with self._guard:
+            return [figure(chart) for chart in self.shown.charts(rank)]
+
+    @property
+    def trouble(self) -> str | None:
+        """What is wrong, in a sentence; None where nothing is."""
+        return self.problem or self.notice or (self.run.failure if self.run.state in ("failed", "damaged") else None)
+
+    @property
+    def title(self) -> str:
+        """The run in one line."""
+        spec = self.run.spec
+        ranks = f"{spec.world_size} rank{'s' if spec.world_size > 1 else ''}"
+        label = f"{spec.label}: " if spec.label else ""
+        past = "" if self.step is None else f", as after step {self.step}"
+        return f"{label}{spec.strategy or 'its own strategy'}, {ranks}, {self.run.state}{past}"
+
+    def head(self) -> Head:
+        """The line above: state, facts, what is wrong."""
+        spec = self.run.spec
+        label = (("run", spec.label),) if spec.label else ()
+        return Head(state=self.run.state, problem=self.trouble, facts=(
+            *label, ("strategy", spec.strategy or "its own"), ("ranks", str(spec.world_size)),
+            *self.shown.status().facts()))
+
+    def status(self) -> dict[str, Any]:
+        """The same in plain values, with what the page's controls need to know."""
+        head = self.head()
+        return {"state": head.state, "problem": head.problem, "facts": head.facts, "others": self._others,
+                "relaunch": self.run.relaunchable, "last": self.fold.pace.steps, "shown": self.step}
+
+    def message(self, feed: Any, *, keyframe: bool, **more: Any) -> tuple[dict[str, Any], bytes]:
+        """The feed's next message of what is looked at; `more` goes into its status."""
+        with self._guard:
+            message: tuple[dict[str, Any], bytes] = feed.message(
+                self.shown, {**self.status(), **more}, keyframe=keyframe)
+            return message
+
+
+def _run(run: Any) -> Any:
+    """A run, or what a path or an id stands for."""
+    if not isinstance(run, str | Path):
+        return run
+    from dplab.launcher.run import attach
+
+    return attach(run)
+
+
+def _others(run: Any) -> list[tuple[str, str]]:
+    """Path and words of the newest other runs beside this one."""
+    from dplab.launcher.run import runs
+
+    found = []
+    for other in runs(run.path.parent):
+        try:
+            told = other.spec.label or other.spec.strategy or other.spec.function
+        except RunError:  # a damaged one
+            continue
+        if other.path != run.path:
+            found.append((str(other.path), f"{told}, {other.started:%d %b %H:%M:%S}"))
+        if len(found) == _OTHERS:
+            break
+    return found

@@ -1,0 +1,42 @@
+"""A run as it was: the fold of its events up to the end of a step, from the run's own files."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+from dplab.telemetry.events import Event
+from dplab.views.fold import Fold
+
+
+class Reader(Protocol):
+    """Hands out the events of a run, each once."""
+
+    def poll(self) -> list[Event]:
+        """Those that are new since the last call."""
+        ...
+
+
+class Past:
+    """Goes back and forth in a run. Forth it reads on; back it begins anew, with a reader from the beginning."""
+
+    def __init__(self, reader: Callable[[], Reader], fold: Callable[[], Fold]) -> None:
+        self._new_reader, self._new_fold = reader, fold
+        self._begin()
+
+    def at(self, step: int) -> Fold:
+        """The fold as it was when every rank had just ended its `step`-th step (from 1 on); the latest, if none has."""
+        if self._fold.pace.steps > step:
+            self._begin()
+        while self._fold.pace.steps < step:
+            if not self._ahead:
+                self._ahead.extend(self._reader.poll())
+                if not self._ahead:
+                    break
+            self._fold.feed((self._ahead.popleft(),))
+        return self._fold
+
+    def _begin(self) -> None:
+        self._reader, self._fold = self._new_reader(), self._new_fold()
+        self._ahead: deque[Event] = deque()

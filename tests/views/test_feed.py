@@ -1,0 +1,124 @@
+"""The board's wire format: whatever is lost, a page that applies messages holds the fold's columns or knows better."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dplab.views.feed import Feed
+from dplab.views.fold import Fold
+from dplab.views.records import Lanes, Line, Log, StackedArea
+from tests.views.synthetic import run_events, step_events
+from tests.widgets.page import Page
+
+
+def assert_same(page, fold):
+    """Every chart of the fold is on the page: words, scales, marks and columns."""
+    for chart in (chart for rank in range(fold.world_size) for chart in fold.charts(rank)):
+        said = page.charts[chart.name]
+        assert (said["title"], said["value"], said["caption"]) == (chart.title, chart.value, chart.caption)
+        assert (said["legend"], said["x"], said["y"]) == (chart.legend, chart.x_range, chart.y_range)
+        assert len(said["marks"]) == len(chart.marks)
+        for place, (told, mark) in enumerate(zip(said["marks"], chart.marks, strict=True)):
+            columns = page.columns.get(f"{chart.name}#{place}")
+            if isinstance(mark, Line):
+                assert (told["kind"], told["role"]) == ("line", mark.role)
+                np.testing.assert_array_equal(columns, np.array([mark.x, mark.y], dtype=np.float32))
+            elif isinstance(mark, StackedArea):
+                assert (told["kind"], told["roles"]) == ("area", mark.roles)
+                np.testing.assert_array_equal(columns, np.array([mark.x, *mark.ys], dtype=np.float32))
+            elif isinstance(mark, Lanes):
+                assert (told["names"], told["texts"]) == (mark.names, mark.texts)
+                np.testing.assert_array_equal(columns[2], mark.start.astype(np.float32))
+            elif isinstance(mark, Log):
+                assert told["lines"] == mark.lines
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=12))
+def test_deltas_add_up_to_the_fold(sizes):
+    fold, page = Fold(2), Page()
+    feed, step = Feed(), 0
+    for size in sizes:
+        for _ in range(size):
+            for rank in range(2):
+                fold.feed(step_events(rank, step))
+            step += 1
+        page.apply(*feed.message(fold, {}))
+        assert page.whole
+        assert_same(page, fold)
+
+
+def test_deltas_go_on_across_a_thinning():
+    fold, page = Fold(1), Page()
+    feed = Feed()
+    for step in range(2500):
+        fold.feed(step_events(0, step))
+        if step % 7 == 0:
+            page.apply(*feed.message(fold, {}))
+    page.apply(*feed.message(fold, {}))
+    assert fold.loss.series.generation > 0
+    assert page.whole
+    assert_same(page, fold)
+
+
+def test_a_lost_message_is_noticed_and_a_keyframe_heals_it():
+    fold, page = Fold(2), Page()
+    feed = Feed()
+    fold.feed(run_events(2, 3))
+    page.apply(*feed.message(fold, {}, keyframe=True))
+    for step in (3, 4):
+        for rank in range(2):
+            fold.feed(step_events(rank, step))
+        message = feed.message(fold, {})
+        if step == 4:  # the one before is lost
+            page.apply(*message)
+    assert not page.whole
+    page.apply(*feed.message(fold, {}, keyframe=True))
+    assert page.whole
+    assert_same(page, fold)
+
+
+def test_what_did_not_change_is_not_sent():
+    fold = Fold(2)
+    fold.feed(run_events(2, 50))
+    feed = Feed()
+    feed.message(fold, {})
+    content, data = feed.message(fold, {"state": "running"})
+    assert (content["parts"], content["charts"], data) == ([], {}, b"")
+    assert content["status"]["state"] == "running"
+
+
+def test_a_message_is_small_however_long_the_run():
+    fold = Fold(2)
+    fold.feed(run_events(2, 5000))
+    feed = Feed()
+    content, data = feed.message(fold, {}, keyframe=True)
+    assert len(data) + len(json.dumps(content)) < 150_000
+    for rank in range(2):
+        fold.feed(step_events(rank, 5000))
+    content, data = feed.message(fold, {})
+    assert len(data) + len(json.dumps(content)) < 5_000
+
+
+def test_messages_are_numbered_and_stamped():
+    fold, feed = Fold(1), Feed()
+    before = time.time() * 1000
+    numbers = [feed.message(fold, {})[0] for _ in range(3)]
+    assert [content["seq"] for content in numbers] == [1, 2, 3]
+    assert before <= numbers[0]["sent"] <= numbers[-1]["sent"] <= time.time() * 1000
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_an_empty_board_is_a_message_too(steps):
+    fold = Fold(2)
+    fold.feed(run_events(2, steps))
+    content, data = Feed().message(fold, {}, keyframe=True)
+    page = Page()
+    page.apply(json.loads(json.dumps(content)), data)
+    assert page.status["steps"] == (None if steps == 0 else 1)
