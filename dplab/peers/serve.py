@@ -27,7 +27,7 @@ def serve(name: str, *, model: str, data: str | None, batch_size: int, lr: float
           optimizer: str) -> dict[str, Any]:
     """What every rank of a kept world runs. Returns the trainer's memory and wire."""
     chosen = system(name)
-    stock = chosen.rival and "DPLAB_BACKEND" not in os.environ and not torch.accelerator.is_available()
+    stock = chosen.rival and not os.environ.get("DPLAB_BACKEND") and not torch.accelerator.is_available()
     world = dplab.init(backend="gloo" if stock else None)
     torch.manual_seed(seed)
     setup = Setup(model=models.build(model).to(world.device), lr=lr, world=world, strategy=chosen.strategy,
