@@ -75,8 +75,8 @@ class Run:
 
     @property
     def state(self) -> str:
-        """`starting`, `running`, `paused`, `stopping`; at the end `finished`, `failed` or `stopped`; `damaged` where its
-        files cannot be read, or were written by another version."""
+        """`starting`, `running`, `paused`, `stopping`; at the end `finished`, `failed` or `stopped`; `damaged` where
+        its files cannot be read, or were written by another version."""
         return self._directory.state()
 
     @property

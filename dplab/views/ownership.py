@@ -135,7 +135,7 @@ class OwnershipPanel:
         return pieces("full")
 
     def _note(self, verb: str) -> str:
-        place, size = next(iter(self._shard.values()))
+        _, size = next(iter(self._shard.values()))
         kinds = ", ".join(f"{name} {self._sharding.get(_KEY[name], 'replicated')}" for name in ROWS)
         tensors = sum(len(bucket.layout.slots) for bucket in self._buckets)
         return f"{tensors} tensors in {len(self._buckets)} buckets over {size} shards; {kinds}; {verb}: {VERBS[verb]}"
