@@ -156,7 +156,8 @@ def _row(each: Contender, baseline: Contender, world_size: int) -> dict[str, Any
     return {"strategy": each.name, "world_size": world_size, "backend": results[0]["backend"],
             "steps": len(each.losses) - _WARM_UP, "warm_up_steps": _WARM_UP,
             "loss_first": each.losses[0], "loss_last": each.losses[-1],
-            "tokens_per_s": each.tokens * 1e3 / median, "step_ms_median": median, "sync_ms_median": summary.sync_ms,
+            "tokens_per_s": each.tokens * 1e3 / median, "step_ms_median": median, "step_ms_blocks": each.step_ms,
+            "sync_ms_median": summary.sync_ms,
             "peak_bytes": each.world.peak_bytes, "peak_total_bytes": each.world.peak_total_bytes,
             "memory": results[0]["memory"], "wire": results[0]["wire"], "run_dir": str(each.world.run.path),
             "ratio": paired_ratio(each.step_ms, baseline.step_ms)}
