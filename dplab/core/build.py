@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from dplab.core.bucket import Bucket
+from dplab.core.deferred import Deferred
 from dplab.core.grads import BufferPool
 from dplab.core.precision import Dtypes
 from dplab.core.units import Unit
@@ -91,8 +92,8 @@ def broadcast(tensor: torch.Tensor, mesh: Mesh) -> None:
     tensor.copy_(plain)
 
 
-def build_buckets(model: nn.Module, units: Sequence[Unit], strategy: Strategy,
-                  mesh: Mesh) -> tuple[list[Bucket], list[BufferPool]]:
+def build_buckets(model: nn.Module, units: Sequence[Unit], strategy: Strategy, mesh: Mesh,
+                  deferred: Deferred) -> tuple[list[Bucket], list[BufferPool]]:
     """All buckets in launch order, with their roles; and the pools that sharded gradients fill from.
 
     A ZeRO-3 unit is one bucket, but for the root, whose parameters lie at both ends of the model and are cut
@@ -116,9 +117,10 @@ def build_buckets(model: nn.Module, units: Sequence[Unit], strategy: Strategy,
         for key in {(bucket.dtypes.unreduced, bucket.device) for bucket in buckets if bucket.trainable}:
             longest = max(b.layout.numel for b in buckets if b.trainable and (b.dtypes.unreduced, b.device) == key)
             pools[key] = BufferPool(longest, *key, mesh.shard)
-    for bucket in buckets:
+    for bucket in deferred.laid(buckets, units):
         for parameter in bucket.parameters:
-            broadcast(parameter.detach(), mesh)
+            if deferred.place is None:
+                broadcast(parameter.detach(), mesh)
             setattr(parameter, WRAPPED, True)
         bucket.take_roles(strategy.sharding, pools.get((bucket.dtypes.unreduced, bucket.device)))
     return buckets, list(pools.values())

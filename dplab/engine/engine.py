@@ -17,6 +17,7 @@ from dplab.core.boundary import Boundary
 from dplab.core.buffers import Buffers, Rule
 from dplab.core.census import Census
 from dplab.core.control import Model
+from dplab.core.deferred import Deferred
 from dplab.core.described import describe
 from dplab.core.full import Full
 from dplab.core.gathers import GatheredUnit, Gathers, UnitHooks, in_backward
@@ -39,17 +40,19 @@ class Engine:
     """A model under a strategy. Call it like the model; then `backward(loss)` and `step()`."""
 
     def __init__(self, model: nn.Module, optimizer: OptimizerLike, strategy: Strategy, world: World, mesh: Mesh,
-                 units: UnitRule, buffers: Rule = "rank0") -> None:
+                 units: UnitRule, buffers: Rule = "rank0", *, deferred: Deferred) -> None:
         self.module, self.strategy, self.world, self.mesh = model, strategy, world, mesh
         self._recorder = recorder.current()
         build.check_model(model, strategy, mesh)
+        if deferred:
+            deferred.move(world.device)
         made = make(optimizer, model)
         model.to(world.device)
         found = find_units(model, units)
         rule = Recompute.parse(strategy.recompute)
         again = recomputable(model, found, rule)
+        self._buckets, pools = build.build_buckets(model, found, strategy, mesh, deferred)
         build.make_equal(model, mesh)
-        self._buckets, pools = build.build_buckets(model, found, strategy, mesh)
         trainable = [bucket for bucket in self._buckets if bucket.trainable]
         self._owned = OwnedOptimizer(made, trainable, whole=mesh.shard.size == 1)
         self.optimizer = made

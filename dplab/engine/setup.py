@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from dplab.core.buffers import Rule
+from dplab.core.deferred import Deferred, Fill
 from dplab.core.optim import OptimizerLike
 from dplab.core.units import UnitRule
 from dplab.engine.engine import Engine
@@ -24,6 +25,7 @@ def parallelize(
     mesh: Any = None,
     units: UnitRule = None,
     buffers: Rule = "rank0",
+    materialize: Fill | str | os.PathLike[str] | None = None,
 ) -> Engine:
     """Makes `model` train on every rank of the world; collective.
 
@@ -33,6 +35,12 @@ def parallelize(
     names the module classes or paths that ZeRO-3 gathers together; None: the model's `shard_units`, else
     the members of its ModuleLists and Sequentials. `buffers` (running statistics) that changed are made equal
     at the end of every step: `rank0`'s values, the `mean` of the ranks (integers: rank 0's), or `local`: never.
+
+    A model built under `torch.device("meta")` gets memory and values unit by unit, so that no rank ever holds the
+    whole of what ZeRO-3 shards. `materialize`: a function of path and module that fills the module's own parameters
+    and buffers in place; or a .safetensors file or checkpoint folder that holds them; None: each module's
+    `reset_parameters()` and the model's `_init_weights(module)`, children before parents. Where the constructors drew
+    their values in that order and by these alone, they are those of the model built on the CPU with the same seed.
 
     Raises UsageError (a ValueError) for anything that is not allowed, by name. Weights and buffers become
     rank 0's.
@@ -47,7 +55,11 @@ def parallelize(
     if axes.shard.size > 1 and not sharded:
         raise UsageError(f"strategy {chosen} shards nothing, and the mesh has a shard axis of {axes.shard.size}; leave "
                          f"mesh out, or use zero1, zero2 or zero3")
-    return Engine(model, optimizer, chosen, world, axes, units, buffers)
+    deferred = Deferred.of(model, materialize)
+    engine = Engine(model, optimizer, chosen, world, axes, units, buffers, deferred=deferred)
+    if deferred.place is not None:
+        engine.load(deferred.place, optimizer=False)
+    return engine
 
 
 def _strategy(given: Strategy | str | None) -> Strategy:

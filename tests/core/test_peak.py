@@ -24,9 +24,9 @@ UNIT = WIDTH * WIDTH * 4
 
 
 def tensors() -> list[torch.Tensor]:
-    """Every tensor that Python's collector knows."""
+    """Every tensor with memory that Python's collector knows."""
     gc.collect()
-    return [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
+    return [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor) and not each.is_meta]
 
 
 def bytes_of(held: Iterable[torch.Tensor]) -> int:
