@@ -30,7 +30,7 @@ class Boundary:
 
         Raises RunStopped, on all ranks, where the run is to end.
         """
-        self.captures.at(self.recorder.step)
+        self.captures.ended(self.recorder.step)
         if pause and not stop:
             began = now()
             stop = self._wait()
@@ -39,6 +39,7 @@ class Boundary:
             self.captures.close()
             self.recorder.flush()
             raise RunStopped(f"the run was asked to stop; it ended after step {self.recorder.step - 1}")
+        self.captures.begins(self.recorder.step)
 
     def _wait(self) -> bool:
         """Waits while the pause holds; True where the run was asked to stop meanwhile.

@@ -22,13 +22,17 @@ class Captures:
         self._asked: Capture | None = None
         self._under_way: Any = None
 
-    def at(self, step: int) -> None:
-        """Between two steps, before `step` begins: starts and ends what is due."""
+    def ended(self, step: int) -> None:
+        """A step has ended and `step` comes next: writes the recording that was to go so far."""
+        folder = self._recorder.folder
+        if folder is not None and self._under_way is not None and self._asked is not None and step > self._asked.last:
+            self._end(folder)
+
+    def begins(self, step: int) -> None:
+        """`step` begins: starts the recording that is asked for."""
         folder = self._recorder.folder
         if folder is None:
             return
-        if self._under_way is not None and self._asked is not None and step > self._asked.last:
-            self._end(folder)
         asked = self._recorder.capture()
         if asked is None or asked == self._asked or step < asked.first:
             return

@@ -18,7 +18,7 @@ def describe(buckets: Sequence[Bucket], mesh: Mesh, strategy: Strategy, device: 
     """Values of the `layout` gauge: this rank's place on the two axes and its memory's limit in bytes; from rank 0,
     whose word holds for all, the placements and the buckets with (name, elements) of every tensor in launch order."""
     if device.type == "cuda":
-        limit, whose = torch.cuda.get_device_properties(device).total_memory, f"GPU {device.index or 0}'s memory"
+        limit, whose = torch.cuda.get_device_properties(device).total_memory, f"GPU {device.index or 0}"
     else:
         limit, whose = host_memory()
     place = {"shard": (mesh.shard.rank, mesh.shard.size), "replicate": (mesh.replicate.rank, mesh.replicate.size),

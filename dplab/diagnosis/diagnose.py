@@ -23,7 +23,7 @@ def diagnose(path: Path, *, cores: int | None) -> Diagnosis:
     facts = gather(RunReader(path).poll(), world_size=spec.world_size, strategy=str(spec.strategy or "") or None,
                    cores=cores)
     found = findings(facts)
-    if directory.state() not in ENDED and (stuck := hang(directory, time.monotonic_ns())) is not None:
+    if directory.state() not in (*ENDED, "paused") and (stuck := hang(directory, time.monotonic_ns())) is not None:
         found = [stuck, *found]
     return Diagnosis(run=path.name, summary=_summary(facts), findings=tuple(found))
 

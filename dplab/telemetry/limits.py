@@ -19,5 +19,5 @@ def host_memory(groups: tuple[Path, ...] = _GROUPS) -> tuple[int, str]:
         except OSError:
             continue
         if text.isdigit() and int(text) < total:
-            return int(text), "the container's memory, shared by its ranks"
-    return total, "the host's memory, shared by its ranks"
+            return int(text), "container, all ranks"
+    return total, "host, all ranks"

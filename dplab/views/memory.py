@@ -104,7 +104,7 @@ class MemoryPanel:
             lines.append(Line(role="reserved", x=series["seconds"].copy(), y=series["reserved"].copy()))
             top = max(top, float(np.nanmax(series["reserved"])))
         lines.append(Line(role="peak", x=np.array([self._peak_at[rank]]), y=np.array([peak])))
-        caption = f"the dot: peak of {short(peak)} MB"
+        caption = f"dot: peak of {short(peak)} MB"
         if rank in self.limit:
             limit, whose = self.limit[rank]
             caption += f"; limit {size(limit)} ({whose})"
@@ -112,5 +112,5 @@ class MemoryPanel:
                 top = limit / 1e6
                 lines.append(Line(role="limit", x=np.array(span), y=np.full(2, top)))
             else:
-                caption += ", above this scale"
+                caption += ", off the scale"
         return lines, caption, top

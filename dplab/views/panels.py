@@ -85,8 +85,9 @@ class LossPanel:
         marks = [Line(role="loss", x=steps, y=losses, faint=True),
                  Line(role="loss_smooth", x=steps, y=self.series["smooth"].copy())]
         if earlier is not None and len(earlier.series):
-            marks.append(Line(role="earlier", x=earlier.series["step"].copy(), y=earlier.series["smooth"].copy()))
-        finite = np.concatenate([mark.y[np.isfinite(mark.y) & (mark.x <= steps[-1])] for mark in marks])
+            seen = earlier.series["step"] <= steps[-1]
+            marks.insert(0, Line(role="earlier", x=earlier.series["step"][seen], y=earlier.series["smooth"][seen]))
+        finite = np.concatenate([mark.y[np.isfinite(mark.y)] for mark in marks])
         low, high = (float(finite.min()), float(finite.max())) if len(finite) else (0.0, 1.0)
         room = 0.06 * ((high - low) or 1.0)
         return Chart(
@@ -128,7 +129,7 @@ class StepPanel:
             return Chart(key="steps", title=title, x_label="step", y_label="ms", rank=rank,
                          marks=(Text(text=f"no finished step on rank {rank} yet"),))
         series, over = self.series[rank], last_steps(len(self.series[rank]))
-        legend = tuple((part, f"{theme.label(part).removesuffix(' sync')} {short(median[part])}") for part in ANATOMY)
+        legend = tuple((part, f"{theme.label(part).removesuffix(' sync')} {short(median[part], 2)}") for part in ANATOMY)
         return Chart(
             key="steps", title=title, x_label="step", y_label="ms", rank=rank,
             value=f"{short(median['total'])} ms", legend=legend,

@@ -301,3 +301,19 @@ def fail_in(where: str, on: int, strategy: str) -> None:
             out.register_hook(boom)
         engine.backward(out.sum())
         engine.step()
+
+
+def train_small(steps: int = 100_000, pause: float = 0.002) -> list[int]:
+    """A tiny model with the engine; what each step began as (so that a step done twice, or left out, is seen)."""
+    import torch
+
+    import dplab
+
+    engine = dplab.parallelize(torch.nn.Linear(4, 4), lambda params: torch.optim.SGD(params, lr=0.1))
+    done = []
+    for step in range(steps):
+        done.append(step)
+        engine.backward(engine(torch.ones(2, 4)).sum())
+        engine.step()
+        time.sleep(pause)
+    return done

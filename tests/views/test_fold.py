@@ -76,7 +76,7 @@ def test_summary_says_the_board_in_words():
         "  Gradient synchronisation, step 9: overlap 73 %",
         "  Wire, rank 0: 0.0164 MB sent in a step (reduce_scatter 0.0123, all_gather 0.0041)",
         "  Memory, rank 0: 47 MB in tensors, process peak 300 MB: params 16, grads 8, optimizer 16, buckets 2, "
-        "activations 5; the dot: peak of 47 MB",
+        "activations 5; dot: peak of 47 MB",
         "  Utilization, rank 0: CPU core 97 %, GPU not measurable here",
         "  Who holds what: the layout is not recorded (yet): dplab.parallelize does it",
         "  Printed by the ranks: nothing printed yet",
