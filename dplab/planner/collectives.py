@@ -6,7 +6,7 @@ reduce-scatter or an all-gather; latency is a double binary tree's for an all-re
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ import numpy as np
 from dplab.planner.hardware import Cluster
 from dplab.planner.recipes import Recipe
 from dplab.planner.split import Split
+from dplab.topology import Topology
 
 LINK_STEP = 5.2e-6
 """Seconds a ring step inside a node: the all-reduce table of 8 A100 in vTrain's traces, 1 to 50 MB."""
@@ -21,6 +22,30 @@ NETWORK_STEP = 15e-6
 """Seconds a tree step between nodes: NCCL src/graph/tuning.cc, Simple protocol."""
 NETWORK_RING_STEP = 4e-6
 """Seconds a ring step between nodes: the same table, LL128."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Emulated:
+    """Groups of ranks that talk at once over the links of a topology, which they share; `levels`: an all-reduce sums
+    inside hosts first."""
+
+    topology: Topology
+    groups: tuple[tuple[int, ...], ...]
+    levels: bool = False
+
+    def seconds(self, name: str, size: Any) -> Any:
+        """Of a collective of `size` bytes in each group: a latency, and bytes at a rate."""
+        start = self._of(name, 0.0)
+        return start + np.asarray(size) * ((self._of(name, 1e9) - start) / 1e9)
+
+    def _of(self, name: str, size: float) -> float:
+        if self.levels and name == "all_reduce":
+            return self.topology.seconds("hierarchical_all_reduce", size)
+        work: dict[int, float] = {}
+        for ranks in self.groups:
+            for wire, load in self.topology.loads(name, size, ranks).items():
+                work[wire] = work.get(wire, 0.0) + load.seconds
+        return max(work.values(), default=0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +57,8 @@ class Group:
     bandwidth: Any
     measured: Cluster | None = None
     """this machine, whose curves stand for the formulas"""
+    emulated: Emulated | None = None
+    """links that a run of this machine waits for"""
 
     @classmethod
     def of(cls, ranks: Any, in_node: Any, cluster: Cluster, recipe: Recipe) -> Group:
@@ -70,7 +97,10 @@ class Group:
         machine, wire = self.measured.gpu.measured, self.measured.backend
         assert machine is not None
         assert wire is not None
-        return np.where(self.ranks > 1, machine.collective(wire, name, size, self.ranks), 0.0)
+        moved = machine.collective(wire, name, size, self.ranks)
+        if self.emulated is not None:
+            moved = np.maximum(moved, self.emulated.seconds(name, size))
+        return np.where(self.ranks > 1, moved, 0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,13 +121,26 @@ class Groups:
         node = cluster.per_node
         tensor = Group.of(split.tp, np.minimum(split.tp, node), cluster, recipe)
         beside = np.maximum(node // np.asarray(split.tp), 1)
+        data = Group.of(split.dp, beside, cluster, recipe)
+        shard = Group.of(split.shard, beside, cluster, recipe)
+        copies = Group.of(split.groups, beside // np.asarray(split.shard), cluster, recipe)
+        if cluster.topology is not None:
+            place, everyone = cluster.topology, (tuple(range(cluster.topology.size)),)
+            rows = tuple(map(tuple, place.grid())) if cluster.hybrid else everyone
+            data = replace(data, emulated=Emulated(topology=place, groups=everyone, levels=cluster.hybrid))
+            shard = replace(shard, emulated=Emulated(topology=place, groups=rows))
+            copies = replace(copies, emulated=Emulated(topology=place, groups=tuple(zip(*rows, strict=True))))
         apart = np.asarray(split.dp) * np.asarray(split.tp) >= node
-        return cls(tensor=tensor, data=Group.of(split.dp, beside, cluster, recipe),
-                   shard=Group.of(split.shard, beside, cluster, recipe),
-                   copies=Group.of(split.groups, beside // np.asarray(split.shard), cluster, recipe),
+        return cls(tensor=tensor, data=data, shard=shard, copies=copies,
                    hop=np.where(apart, cluster.network * recipe.hop_share, cluster.link * recipe.link_share),
                    hop_latency=np.where(apart, NETWORK_STEP, LINK_STEP))
 
     def reduce_scatter(self, size: Any) -> Any:
         """Seconds to sum `size` bytes, a slice a rank of a shard group: among them, then each slice over its copies."""
         return self.shard.reduce_scatter(size) + self.copies.all_reduce(size / self.shard.ranks)
+
+    def moving(self, size: float) -> float:
+        """Share of a collective in which a rank moves bytes: to wait for an emulated link takes nothing from others."""
+        if self.data.emulated is None:
+            return 1.0
+        return min(1.0, float(replace(self.data, emulated=None).all_reduce(size) / self.data.all_reduce(size)))

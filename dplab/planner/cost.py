@@ -186,7 +186,7 @@ def wire_bytes(split: Split, recipe: Recipe) -> Any:
     """Bytes of a gradient element as ranks exchange it: one backward's under ZeRO-2 and 3, which reduce each; else as
     it was accumulated."""
     once = recipe.grad_bytes(split)
-    return np.where(np.asarray(split.zero) >= 2, np.minimum(recipe.param, once), once)
+    return recipe.wire * np.where(np.asarray(split.zero) >= 2, np.minimum(recipe.param, once), once)
 
 
 def gather_bytes(recipe: Recipe) -> int:

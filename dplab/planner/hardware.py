@@ -52,7 +52,8 @@ class Gpu:
 class Cluster:
     """`count` equal GPUs, `per_node` in a node; bytes a second in one direction and GPU: `link` inside a node,
     `network` between nodes. `contention`: seconds that compute loses to a second of hidden collective. `backend`: the
-    wire of this machine, where that is what is predicted."""
+    wire of this machine, where that is what is predicted; `topology`: the links that a run here emulates, `hybrid`:
+    where it sums inside hosts first."""
 
     gpu: Gpu
     count: int
@@ -61,6 +62,8 @@ class Cluster:
     network: float
     contention: float = CONTENTION
     backend: str | None = None
+    topology: topology.Topology | None = None
+    hybrid: bool = False
 
     @property
     def host_memory(self) -> float:

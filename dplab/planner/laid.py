@@ -40,20 +40,20 @@ def _block(block: Block) -> list[int]:
     return [max(block.parameters - sum(matrices), 0), *matrices]
 
 
-def buckets(profile: Profile, zero: int, element: int) -> list[Bucket]:
-    """In the order in which backward fills them; `element`: bytes of a gradient."""
+def buckets(profile: Profile, zero: int, element: int, bucket_mb: float | None = None) -> list[Bucket]:
+    """In the order in which backward fills them; `element`: bytes of a gradient, `bucket_mb`: a strategy's."""
     found = slots(profile)
     if zero < 3:
-        return _by_size(found, element)
+        return _by_size(found, element, bucket_mb)
     last = profile.layers + 1
-    root = _by_size([slot for slot in found if slot[0] in (0, last)], element)
+    root = _by_size([slot for slot in found if slot[0] in (0, last)], element, bucket_mb)
     inner = [Bucket(sum(numel for at, numel in found if at == unit), unit) for unit in range(last - 1, 0, -1)]
     return sorted([*root, *inner], key=lambda bucket: -bucket.unit)
 
 
-def _by_size(found: list[tuple[int, int]], element: int) -> list[Bucket]:
+def _by_size(found: list[tuple[int, int]], element: int, bucket_mb: float | None) -> list[Bucket]:
     nbytes = [numel * element for _, numel in found]
-    plan = bucket_plan(nbytes, bucket_cap(sum(nbytes), None))
+    plan = bucket_plan(nbytes, bucket_cap(sum(nbytes), bucket_mb))
     return [Bucket(sum(found[index][1] for index in piece), min(found[index][0] for index in piece)) for piece in plan]
 
 

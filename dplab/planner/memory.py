@@ -135,7 +135,8 @@ def _transients(profile: Profile, split: Split, recipe: Recipe) -> dict[str, Any
     whole = laid.gathered(profile) if recipe.ours else 2.0 * profile.largest_unit
     rotating = 2.0 * _BUCKET * np.ones_like(zero)
     if recipe.ours:
-        longest = [max(bucket.numel for bucket in laid.buckets(profile, stage, element)) for stage in range(4)]
+        longest = [max(bucket.numel for bucket in laid.buckets(profile, stage, element,
+                                                                             recipe.bucket_mb)) for stage in range(4)]
         rotating = 2.0 * element * np.asarray(longest)[zero]
     several = several | (np.asarray(split.offload) > 0)
     return {"gathered": np.where((zero == 3) & several, element * whole / np.asarray(split.tp), 0.0),

@@ -33,7 +33,8 @@ class Recipe:
     speed inside a node and `network_share` between nodes, hops between stages `hop_share` of the latter; flash
     attention `flash_share` of the peak (None: as the GPU's card says). `tensor_hidden` is the share of tensor-parallel
     collectives that runs behind their products, `gather_ahead` gathers ZeRO-1's weights behind the next forward.
-    `ours`: buckets, units and a root that stays gathered as dplab's engine lays them.
+    `ours`: buckets, units and a root that stays gathered as dplab's engine lays them; `bucket_mb` MiB a bucket (None:
+    its default). `wire`: share of a gradient's bytes that travels.
     Fixed: `context` bytes outside the allocator, `slack` of what is allocated lost to fragmentation.
     """
 
@@ -63,6 +64,8 @@ class Recipe:
     tensor_hidden: float = 0.0
     gather_ahead: bool = False
     ours: bool = False
+    bucket_mb: float | None = None
+    wire: float = 1.0
     host: float = 4e-4
     context: float = 1.2e9
     slack: float = 0.05

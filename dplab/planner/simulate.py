@@ -41,8 +41,9 @@ class Timeline:
 def simulate(profile: Profile, split: Split, cluster: Cluster, recipe: Recipe) -> Timeline:
     """One optimizer step of one split, event by event."""
     made = pieces(profile, split, cluster, recipe)
-    plan = laid.buckets(profile, split.zero, 4) if recipe.ours else None
-    lanes = [_Lane(stage, made, split, recipe, _Place(cluster.contention, plan, max(1, profile.layers)))
+    plan = laid.buckets(profile, split.zero, 4, recipe.bucket_mb) if recipe.ours else None
+    contention = cluster.contention * made.groups.moving(float(made.numel * wire_bytes(split, recipe)))
+    lanes = [_Lane(stage, made, split, recipe, _Place(contention, plan, max(1, profile.layers)))
              for stage in range(split.pp)]
     shares = stage_shares(profile, split, recipe)
     if split.pp == 1:
