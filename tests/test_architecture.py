@@ -35,7 +35,7 @@ MAY_IMPORT = {
     "peers": PURE | {"layout", "wire", "telemetry", "core", "engine", "workloads", ""},
     "launcher": PURE | {"telemetry", "views", "diagnosis", "widgets", ""},
     "diagnosis": PURE | {"layout", "telemetry", "views"},
-    "views": PURE | {"layout", "telemetry", "planner"},
+    "views": PURE | {"layout", "telemetry", "planner", "cards"},
     "widgets": PURE | {"views", "launcher", "telemetry", "planner", "cards", ""},
     "commands": PURE | {"telemetry", "planner", "views", "launcher", "resources", "cards", "topology",
                         "workloads.catalog", "workloads.corpora", "workloads.races", "peers.catalog", "wire.world",

@@ -17,6 +17,7 @@ from dplab.specs import RunSpec, Strategy
 from dplab.telemetry.events import Event
 from dplab.telemetry.lookup import find_run, run_names
 from dplab.telemetry.reader import RunReader
+from dplab.telemetry.restarts import Restart
 from dplab.telemetry.rundir import DAMAGED, ENDED, STOP_SECONDS, RunDirectory, runs_root
 from dplab.telemetry.state import read_state
 from dplab.telemetry.summary import Summary
@@ -70,14 +71,19 @@ class Run:
     @property
     def steps(self) -> int | None:
         """Optimizer steps that every rank has ended, by their state pages; None before any rank stepped."""
-        pages = [read_state(self._directory.rank(rank) / "state") for rank in range(self.spec.world_size)]
+        pages = [read_state(self._directory.rank(rank) / "state") for rank in range(self._directory.world_size)]
         return min((0 if page is None else page.step for page in pages), default=0) or None
 
     @property
     def state(self) -> str:
-        """`starting`, `running`, `paused`, `stopping`; at the end `finished`, `failed` or `stopped`; `damaged` where
+        """`starting`, `running`, `restarting`, `paused`, `stopping`; at the end `finished`, `failed` or `stopped`; `damaged` where
         its files cannot be read, or were written by another version."""
         return self._directory.state()
+
+    @property
+    def restarts(self) -> list[Restart]:
+        """Restarts so far: when, why, and how many ranks went on."""
+        return self._directory.restarts()
 
     @property
     def failure(self) -> str | None:
@@ -90,7 +96,7 @@ class Run:
         return stop_reason(self._directory)
 
     def wait(self, timeout: float | None = None) -> list[Any]:
-        """What each rank returned, in rank order, once the run has ended.
+        """What each rank returned, in rank order, once the run has ended; after a restart, of the ranks it went on with.
 
         Of a stopped run: what there is, None for a rank that was stopped before its function returned.
         `timeout` in seconds: TimeoutError when the run is not over by then; the run goes on, as it does when
@@ -109,7 +115,7 @@ class Run:
         if state == "failed":
             raise failure_of(self._directory)
         self._require_whole(state)
-        return [payload.load_result(self._directory, rank) for rank in range(self.spec.world_size)]
+        return [payload.load_result(self._directory, rank) for rank in range(self._directory.world_size)]
 
     def _require_whole(self, state: str) -> None:
         if state == DAMAGED:
@@ -197,6 +203,14 @@ class Run:
         name = steer.request_capture(self._directory, steps, memory=memory).name
         return [self._directory.rank(rank) / name for rank in range(self.spec.world_size)]
 
+    def request_profile(self) -> None:
+        """Has the next three steps recorded, as `profile` does; the ranks' log tells when and where."""
+        steer.request_next_capture(self._directory, memory=False)
+
+    def request_snapshot(self) -> None:
+        """The same with a snapshot of CUDA's memory."""
+        steer.request_next_capture(self._directory, memory=True)
+
     def logs(self, rank: int | None = None) -> str:
         """What a rank printed, standard output before standard error; of all ranks under a heading each."""
         if rank is None:
@@ -264,6 +278,10 @@ class Run:
             figures: str | None = self._fold().line()
         except RunError as error:
             figures = str(error)
+        again = self.restarts
+        if again:
+            times = "once" if len(again) == 1 else f"{len(again)} times"
+            state += f", restarted {times}, last on {again[-1].world_size} of {again[-1].ranks} ranks: {again[-1].why}"
         facts = [self.id, spec.label, what, state, figures, self.failure, self.stopped_by, str(self.path)]
         return [fact for fact in dict.fromkeys(facts) if fact]
 

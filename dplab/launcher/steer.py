@@ -15,6 +15,8 @@ from dplab.telemetry.wishes import Capture, Pause, read_pause, write_capture, wr
 
 PAUSE_SECONDS = 60.0
 """How long a run that is asked to pause may take to the end of its step, where nobody says otherwise."""
+NEXT_STEPS = 3
+"""Steps that the board's buttons record."""
 MOST_STEPS = 1000
 """Steps of one recording: torch's profiler keeps every operation of them in memory."""
 _POLL_SECONDS = 0.02
@@ -81,6 +83,12 @@ def request_capture(directory: RunDirectory, steps: tuple[int, int], *, memory: 
     capture = Capture(steps[0], steps[1], memory)
     write_capture(directory.control, capture)
     return capture
+
+
+def request_next_capture(directory: RunDirectory, *, memory: bool, steps: int = NEXT_STEPS) -> Capture:
+    """Asks for a recording of the next few steps, from one that no rank can have begun."""
+    first = _steps(directory, max) + (0 if directory.state() == "paused" else 2)
+    return request_capture(directory, (first, first + steps - 1), memory=memory)
 
 
 def _steps(directory: RunDirectory, over: Callable[[list[int]], int]) -> int:

@@ -47,7 +47,11 @@ class Watch:
         """Takes what the run has written since the last time."""
         with self._guard:
             try:
-                self.fold.feed(self._reader.poll())
+                events = self._reader.poll()
+                if any(event.kind == "restart" for event in events):      # steps of before are void: all anew
+                    earlier, self.fold, self._reader = self.fold.earlier, self._new_fold(), self.run.reader()
+                    self.fold.earlier, events = earlier, self._reader.poll()
+                self.fold.feed(events)
                 self.problem = None
             except (RunError, OSError) as error:
                 self.problem = f"the run cannot be read: {error}"
@@ -151,7 +155,7 @@ class Watch:
         """The same in plain values, with what the page's controls need to know."""
         head = self.head()
         return {"state": head.state, "problem": head.problem, "facts": head.facts, "others": self._others,
-                "relaunch": self.run.relaunchable, "last": self.fold.pace.steps, "shown": self.step}
+                "relaunch": self.run.relaunchable, "cuda": self.fold.memory.cuda, "last": self.fold.pace.steps, "shown": self.step}
 
     def message(self, feed: Any, *, keyframe: bool, **more: Any) -> tuple[dict[str, Any], bytes]:
         """The feed's next message of what is looked at; `more` goes into its status."""

@@ -10,7 +10,7 @@ from dplab.views.records import Chart, Log, Text
 
 KEPT_LINES = 200
 """Newest lines that are kept for a panel."""
-STREAMS = ("stdout", "stderr")
+STREAMS = ("stdout", "stderr", "capture")
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
@@ -22,7 +22,7 @@ class LogPanel:
         self._count = 0
 
     def feed(self, event: Event) -> None:
-        """Takes the log events of the two streams. Ranks' files are read one after the other: lines are put in order
+        """Takes the log events of the two streams, and what is said of recordings. Ranks' files are read one after the other: lines are put in order
         by their times here."""
         if event.kind != "log" or event.name not in STREAMS:
             return

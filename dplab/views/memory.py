@@ -58,6 +58,11 @@ class MemoryPanel:
         series = self.series[rank]
         return {name: float(series[name][-1]) for name in series.columns[1:] if series[name][-1] > 0}
 
+    @property
+    def cuda(self) -> bool:
+        """Whether the run's memory is CUDA's, by what its gauges tell."""
+        return any(np.isfinite(series["reserved"]).any() for series in self.series.values())
+
     def time(self, rank: int) -> tuple[float, float] | None:
         """Seconds of the first and the last gauge; None before the first."""
         if rank not in self.series:

@@ -129,7 +129,8 @@ class StepPanel:
             return Chart(key="steps", title=title, x_label="step", y_label="ms", rank=rank,
                          marks=(Text(text=f"no finished step on rank {rank} yet"),))
         series, over = self.series[rank], last_steps(len(self.series[rank]))
-        legend = tuple((part, f"{theme.label(part).removesuffix(' sync')} {short(median[part], 2)}") for part in ANATOMY)
+        legend = tuple((part, f"{theme.label(part).removesuffix(' sync')} {short(median[part], 2)}")
+                       for part in ANATOMY)
         return Chart(
             key="steps", title=title, x_label="step", y_label="ms", rank=rank,
             value=f"{short(median['total'])} ms", legend=legend,

@@ -70,8 +70,8 @@ class Plot {
 
   axes(chart, { yTicks = 4, rows = 0 } = {}) {
     let [x0, x1] = chart.x, [y0, y1] = rows ? [rows, 0] : chart.y;
-    if (!(x1 > x0)) { x0 -= 0.5; x1 += 0.5; }
-    if (y1 === y0) { y0 -= 0.5; y1 += 0.5; }
+    if (!(x1 > x0)) [x0, x1] = [x0 - 0.5, x1 + 0.5];
+    if (y1 === y0) [y0, y1] = [y0 - 0.5, y1 + 0.5];
     const right = this.width - RIGHT, bottom = this.height - BOTTOM, up = rows ? 6 : TOP;
     this.x = (value) => LEFT + (value - x0) / (x1 - x0) * (right - LEFT);
     this.y = (value) => bottom - (value - y0) / (y1 - y0) * (bottom - up);
@@ -122,13 +122,12 @@ class Plot {
       const top = floor.map((value, i) => value + parts[index][i]);
       c.beginPath();
       c.moveTo(this.x(xs[0]), this.y(floor[0]));
+      const next = (i) => i + 1 < xs.length ? this.x(xs[i + 1]) : edge;
       for (let i = 0; i < xs.length; i++) {
-        const next = i + 1 < xs.length ? this.x(xs[i + 1]) : edge;
-        c.lineTo(this.x(xs[i]), this.y(top[i])); c.lineTo(next, this.y(top[i]));
+        c.lineTo(this.x(xs[i]), this.y(top[i])); c.lineTo(next(i), this.y(top[i]));
       }
       for (let i = xs.length - 1; i >= 0; i--) {
-        const next = i + 1 < xs.length ? this.x(xs[i + 1]) : edge;
-        c.lineTo(next, this.y(floor[i])); c.lineTo(this.x(xs[i]), this.y(floor[i]));
+        c.lineTo(next(i), this.y(floor[i])); c.lineTo(this.x(xs[i]), this.y(floor[i]));
       }
       c.closePath();
       this.fill(role);
@@ -139,9 +138,9 @@ class Plot {
 
   fill(role) {
     const c = this.context;
-    c.fillStyle = this.roles[role][0]; c.fill();
-    if (!this.hatched.includes(role)) return;
-    c.fillStyle = hatch(c); c.fill();
+    for (const style of [this.roles[role][0], ...(this.hatched.includes(role) ? [hatch(c)] : [])]) {
+      c.fillStyle = style; c.fill();
+    }
   }
 
   words(text) {
@@ -349,6 +348,9 @@ function header(spec, send, redraw) {
   const hold = button("Pause", "the same as run.pause() and run.resume() in a cell",
     () => ask(paused ? "resume" : "pause", paused ? "resuming …" : "pausing …"));
   const step = button("Step", "the same as run.step() in a cell: one step, then pause", () => ask("step", "one step …"));
+  const profile = button("Profile", "the same as run.profile(steps=(first, last)) in a cell: the next three steps",
+    () => ask("profile", "recording …"));
+  const snapshot = button("Snapshot", "of CUDA's memory: run.profile(steps, memory=True)", () => ask("snapshot", "recording …"));
   const stop = button("Stop run", "the same as run.stop() in a cell", () => ask("stop", "stopping …"));
   const strategy = menu("strategy to relaunch under", spec.strategies.map((name) => [name, name]), () => {});
   const again = button("Relaunch", "the same as run.relaunch(strategy=...) in a cell: stops this run and starts another",
@@ -361,7 +363,7 @@ function header(spec, send, redraw) {
   const seek = (number) => { wanted = number; send({ type: "seek", step: number }); redraw(); };
   past.addEventListener("input", () => seek(Number(past.value)));
   const bar = node("div", "dplab-controls"), said = node("span", "dplab-asked");
-  bar.append(hold, step, stop, strategy.root, again, compare.root, past, live, said);
+  bar.append(hold, step, profile, snapshot, stop, strategy.root, again, compare.root, past, live, said);
   root.append(state, facts, rank.root, problem, bar);
   const update = (status) => {
     state.textContent = status.state;
@@ -376,7 +378,8 @@ function header(spec, send, redraw) {
     paused = status.state === "paused";
     hold.textContent = paused ? "Resume" : "Pause";
     const over = spec.final.includes(status.state);
-    for (const one of [hold, step, stop]) { one.hidden = over; one.disabled = Boolean(asked); }
+    for (const one of [hold, step, profile, snapshot, stop]) { one.hidden = over; one.disabled = Boolean(asked); }
+    snapshot.hidden = over || !status.cuda;
     again.disabled = Boolean(asked); again.hidden = strategy.root.hidden = !status.relaunch;
     const runs = JSON.stringify(status.others);
     if (runs !== root.others) { root.others = runs; compare.fill([["", "compare with …"], ...status.others]); }
@@ -431,10 +434,8 @@ function render({ model, el }) {
   const first = model.get("snapshot");
   if (first && first.content) { store.apply(first.content, first.data); sent = first.content.sent; }
   model.on("msg:custom", receive);
-  const resized = new ResizeObserver(schedule);
-  resized.observe(root);
-  const themed = new MutationObserver(schedule);
-  themed.observe(document.body, { attributes: true });
+  const resized = new ResizeObserver(schedule), themed = new MutationObserver(schedule);
+  resized.observe(root); themed.observe(document.body, { attributes: true });
   send({ type: "hello", fresh: true });
   schedule();
   return () => {

@@ -42,10 +42,6 @@ _REDRAW_S = 2.0
 _shown: weakref.WeakValueDictionary[str, Board] = weakref.WeakValueDictionary()
 
 
-def _new_display_id() -> str:
-    return f"dplab-{uuid.uuid4().hex}"
-
-
 class Ticker(threading.Thread):
     """Calls a board's `tick` until it returns None; holds no reference between ticks, so that it keeps none alive."""
 
@@ -91,7 +87,7 @@ class Board(anywidget.AnyWidget):
         self.frozen = self.closed = False
         self._feed = Feed()
         self._period = 1 / hz
-        self._display_id = _new_display_id()
+        self._display_id = f"dplab-{uuid.uuid4().hex}"
         self._rank = 0
         """chosen on the page; still pictures show it too"""
         self._asked: deque[tuple[str, Any]] = deque()
@@ -109,11 +105,6 @@ class Board(anywidget.AnyWidget):
     def run(self) -> Any:
         """The run that is followed; another one after `relaunch`."""
         return self._watch.run
-
-    @property
-    def problem(self) -> str | None:
-        """Why the run's files could not be read the last time, None where they could."""
-        return self._watch.problem
 
     def open(self) -> None:
         """Opens the comm, where somebody watches: a comm that nobody reads would only swell the saved notebook."""
@@ -155,7 +146,7 @@ class Board(anywidget.AnyWidget):
             before.close()  # the cell ran again: its old comm would stay open, its thread would go on
         _shown[key] = self
         if self.frozen or self.closed:  # a picture of its own: what stands elsewhere keeps its moment
-            self._display_id = _new_display_id()
+            self._display_id = f"dplab-{uuid.uuid4().hex}"
         self._watch.read()
         if self._done_with():
             self._end()
@@ -309,5 +300,6 @@ class Board(anywidget.AnyWidget):
 
 
 _STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
-_ACTIONS = {"stop": "", "pause": "", "step": "", "resume": "", "relaunch": "strategy", "compare": "run", "seek": "step"}
+_ACTIONS = {**dict.fromkeys(("stop", "pause", "step", "resume", "profile", "snapshot"), ""), "relaunch": "strategy",
+            "compare": "run", "seek": "step"}
 """What the page may ask for, and which field says more about it."""

@@ -54,6 +54,12 @@ class FakeRun:
     def request_step(self) -> None:
         self.asked.append("step")
 
+    def request_profile(self) -> None:
+        self.asked.append("profile")
+
+    def request_snapshot(self) -> None:
+        self.asked.append("snapshot")
+
     def relaunch(self, strategy: str | None = None) -> FakeRun:
         self.asked.append(f"relaunch {strategy}")
         if not self.relaunchable:

@@ -8,8 +8,9 @@ import pytest
 
 from dplab.errors import UsageError
 from dplab.planner import search
+from dplab.views.question import Question, label
 from dplab.widgets import explorer as module
-from dplab.widgets.explorer import Explorer, Question, explorer, label
+from dplab.widgets.explorer import Explorer, explorer
 
 
 def test_without_a_watcher_it_is_a_picture_with_words():
