@@ -38,26 +38,28 @@ class Slot:
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """Slots one after the other, padded so that `shards` equal slices of a multiple of ALIGN cover them."""
+    """Slots one after the other, padded so that `shards` equal slices of a multiple of ALIGN cover them, each of which
+    divides into `pieces` such slices again."""
 
     slots: tuple[Slot, ...]
     shards: int
+    pieces: int = 1
 
     @classmethod
-    def of(cls, shapes: Sequence[tuple[str, tuple[int, ...]]], shards: int) -> FlatLayout:
+    def of(cls, shapes: Sequence[tuple[str, tuple[int, ...]]], shards: int, pieces: int = 1) -> FlatLayout:
         """Lays out (name, shape) pairs in the order given."""
         slots, start = [], 0
         for name, shape in shapes:
             slot = Slot(name, tuple(shape), start)
             slots.append(slot)
             start = round_up(slot.stop, ALIGN)
-        return cls(tuple(slots), shards)
+        return cls(tuple(slots), shards, pieces)
 
     @cached_property
     def numel(self) -> int:
         """Elements of the whole buffer, padding included."""
         used = self.slots[-1].stop if self.slots else 0
-        return round_up(used, ALIGN * self.shards)
+        return round_up(used, ALIGN * self.shards * self.pieces)
 
     @property
     def shard_numel(self) -> int:

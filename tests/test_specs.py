@@ -97,7 +97,7 @@ def test_unknown_fields_are_named() -> None:
 
 
 @pytest.mark.parametrize(("text", "asked"), [
-    ("ddp+topology=2x2", "topology='2x2'"), ("ddp+shares=1:3", "shares=(1, 3)")])
+    ("zero2+shares=2:1", "shares=(2, 1)"), ("ddp+shares=1:3", "shares=(1, 3)")])
 def test_what_is_not_implemented_is_refused_by_name_when_it_is_to_run(text: str, asked: str) -> None:
     with pytest.raises(UsageError) as caught:
         Strategy.parse(text).require_implemented()

@@ -35,7 +35,8 @@ class Bucket:
         self.index, self.mesh = index, mesh
         self.names = [name for name, _ in named]
         self.parameters = [parameter for _, parameter in named]
-        self.layout = FlatLayout.of([(name, tuple(p.shape)) for name, p in named], mesh.shard.size)
+        self.layout = FlatLayout.of([(name, tuple(p.shape)) for name, p in named], mesh.shard.size,
+                                    mesh.pieces)
         first = self.parameters[0]
         self.device, self.trainable = first.device, first.requires_grad
         self.dtypes = dtypes
@@ -61,6 +62,8 @@ class Bucket:
         else:
             self.grads = grads.Sharded(self.layout, shard, replicate, pool=pool, dtypes=self.dtypes,
                                        device=self.device)
+        if self.mesh.codec is not None and self.grads.reducer.size > 1:
+            self.grads.codec = self.mesh.codec(self.layout.slots)
 
     @property
     def label(self) -> str:

@@ -9,13 +9,16 @@ The life of a buffer: `open()` -> slots are copied in -> `reduce()` -> waited ->
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterator
 
 import torch
 
 from dplab.core.precision import Dtypes
 from dplab.layout import FlatLayout
-from dplab.wire.collectives import Collectives, Pending
+from dplab.wire.chain import Chain
+from dplab.wire.codec import Codec
+from dplab.wire.collectives import Collectives, Part, Pending
 
 
 class BufferPool:
@@ -58,6 +61,7 @@ class _Role:
         self.layout, self.shard, self.replicate, self.dtypes = layout, shard, replicate, dtypes
         # the axis on which full buffers are reduced
         self.reducer = shard if shard.size > 1 else replicate
+        self.codec: Codec | None = None
         self.buffer: torch.Tensor | None = None
         self.summed: torch.Tensor | None = None
         ends = [0, *(slot.stop for slot in layout.slots)]
@@ -75,16 +79,42 @@ class _Role:
     def reduce(self, bucket: int, filled: int) -> Pending:
         """Issues the sum over all ranks; afterwards `summed` holds this rank's part.
 
-        Along a shard axis a reduce-scatter, along a replicate axis an all-reduce of what that left.
+        Along a shard axis a reduce-scatter, along a replicate axis an all-reduce of what that left. A codec takes the
+        place of the last of them.
         """
         assert self.buffer is not None
-        self.summed = self._target(self.shard.segment(self.buffer))
-        pending = self.shard.reduce_scatter(self.buffer, self.summed, bucket=bucket, filled=filled)
+        buffer, summed = self.buffer, self._target(self.shard.segment(self.buffer))
+        self.summed = summed
+        part = Part("grads", bucket, filled, row="reduce_scatter" if self.replicate.size == 1 else "all_reduce")
+        if self.codec is not None and self.replicate.size == 1:
+            return self._told(Chain(self.codec.reduce_scatter(buffer, summed, self.shard.of(part))), part)
+        scattered = self.shard.reduce_scatter(buffer, summed, bucket=bucket, filled=filled)
         if self.replicate.size == 1:
-            return pending
-        # the all-reduce needs the scattered sums, so it is issued when those are waited for
-        pending.wait()
-        return self.replicate.all_reduce(self.summed, bucket=bucket, filled=filled)
+            return scattered
+        if self.codec is None and self.shard.size == 1:
+            return self.replicate.all_reduce(summed, bucket=bucket, filled=filled)
+        return self._told(Chain(self._summed_up(scattered, summed, part), quick=self.shard.size > 1), part)
+
+    def _summed_up(self, scattered: Pending, summed: torch.Tensor, part: Part) -> Iterator[Pending]:
+        """The all-reduce of what a reduce-scatter has left, once it is over."""
+        if self.shard.size > 1:
+            yield scattered
+        if self.codec is None:
+            yield self.replicate.all_reduce(summed, bucket=part.bucket, filled=part.filled)
+        else:
+            yield from self.replicate.coded(self.codec, summed, part)
+
+    def _told(self, chain: Chain, part: Part) -> Chain:
+        """The row of the collective tells the codec's last error, as far as it measures one."""
+        if self.codec is not None:
+            chain.ended = functools.partial(self._tell, self.codec, part)
+        return chain
+
+    def _tell(self, codec: Codec, part: Part) -> None:
+        axis = self.reducer
+        if codec.error is not None:
+            axis.counters.row(part.row or "", "grads")["error"] = codec.error
+            axis.recorder.gauge("compression_error", bucket=part.bucket, value=codec.error)
 
     def _target(self, own: torch.Tensor) -> torch.Tensor:
         """Where the sum goes: in place, unless sums are kept in a wider dtype than what travels."""
@@ -105,7 +135,8 @@ class Whole(_Role):
 
     @property
     def held_bytes(self) -> int:
-        return sum(t.numel() * t.element_size() for t in (self._full, self._carry) if t is not None)
+        remembered = 0 if self.codec is None else self.codec.held_bytes
+        return remembered + sum(t.numel() * t.element_size() for t in (self._full, self._carry) if t is not None)
 
     def open(self) -> None:
         self._fill(self._full)
@@ -141,7 +172,8 @@ class Sharded(_Role):
 
     @property
     def held_bytes(self) -> int:
-        return self.owned.numel() * self.owned.element_size()
+        remembered = 0 if self.codec is None else self.codec.held_bytes
+        return remembered + self.owned.numel() * self.owned.element_size()
 
     def open(self) -> None:
         self._lent = self._pool.take()

@@ -230,6 +230,9 @@ class Reduction:
         self._next += 1
         if self.scaler is not None and self.scaler.at_floor:
             self._suspect = self._suspect or bucket.first_not_finite()
+        # the newest first: what it issues follows on the wire what an older one may still wait for
+        for _, pending in reversed(self._in_flight):
+            pending.nudge()
         self._in_flight.append((bucket, bucket.reduce()))
 
     def _launch_rest(self) -> None:
@@ -245,6 +248,11 @@ class Reduction:
         return True
 
     def _end_all(self, *, last: bool) -> None:
+        going = True
+        while going:
+            going = False
+            for _, pending in self._in_flight:
+                going |= pending.push()
         while self._end_oldest(last=last):
             pass
         self._next = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -14,7 +15,10 @@ from dplab.core.units import UnitRule
 from dplab.engine.engine import Engine
 from dplab.errors import UsageError
 from dplab.specs import Placement, Strategy
-from dplab.wire.world import Mesh, init
+from dplab.topology import Topology
+from dplab.wire.codec import MakeCodec
+from dplab.wire.codecs import named
+from dplab.wire.world import Mesh, World, init
 
 
 def parallelize(
@@ -26,6 +30,7 @@ def parallelize(
     units: UnitRule = None,
     buffers: Rule = "rank0",
     materialize: Fill | str | os.PathLike[str] | None = None,
+    codec: MakeCodec | None = None,
 ) -> Engine:
     """Makes `model` train on every rank of the world; collective.
 
@@ -35,6 +40,8 @@ def parallelize(
     names the module classes or paths that ZeRO-3 gathers together; None: the model's `shard_units`, else
     the members of its ModuleLists and Sequentials. `buffers` (running statistics) that changed are made equal
     at the end of every step: `rank0`'s values, the `mean` of the ranks (integers: rank 0's), or `local`: never.
+    `codec` makes, from a bucket's slots, the dplab.wire.Codec by which its gradients travel; None: as the strategy
+    says.
 
     A model built under `torch.device("meta")` gets memory and values unit by unit, so that no rank ever holds the
     whole of what ZeRO-3 shards. `materialize`: a function of path and module that fills the module's own parameters
@@ -51,7 +58,11 @@ def parallelize(
         raise UsageError(f"model is a {type(model).__name__}; parallelize takes a torch.nn.Module")
     world = init()
     sharded = chosen.sharding.optim is Placement.SHARDED
-    axes = Mesh.flat(world, sharded=sharded) if mesh is None else Mesh.of(world, mesh)
+    if codec is not None and chosen.wire is not None:
+        raise UsageError(f"parallelize was given a codec and strategy {str(chosen)!r}, which names one; leave one out")
+    if codec is None and chosen.wire is not None:
+        codec = named(chosen.wire)
+    axes = replace(_mesh(world, chosen, mesh, sharded=sharded), codec=codec)
     if axes.shard.size > 1 and not sharded:
         raise UsageError(f"strategy {chosen} shards nothing, and the mesh has a shard axis of {axes.shard.size}; leave "
                          f"mesh out, or use zero1, zero2 or zero3")
@@ -60,6 +71,16 @@ def parallelize(
     if deferred.place is not None:
         engine.load(deferred.place, optimizer=False)
     return engine
+
+
+def _mesh(world: World, chosen: Strategy, mesh: Any, *, sharded: bool) -> Mesh:
+    topology = None if chosen.topology is None else Topology.parse(chosen.topology)
+    if chosen.hybrid:
+        if mesh is not None:
+            raise UsageError(f"strategy {str(chosen)!r} takes its mesh from the hosts; leave hybrid or mesh out")
+        return Mesh.hybrid(world, sharded=sharded, topology=topology)
+    return Mesh.flat(world, sharded=sharded, topology=topology) if mesh is None else Mesh.of(
+        world, mesh, topology=topology)
 
 
 def _strategy(given: Strategy | str | None) -> Strategy:

@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 
 from dplab.errors import UsageError
 from dplab.specs.checks import check, is_int, is_positive, lookup, nearest
+from dplab.specs.compression import check_compression
 from dplab.specs.precision import PRECISIONS, Precision
 from dplab.specs.recompute import Recompute
 from dplab.specs.sharding import DDP, SHARDINGS, Placement, Sharding
@@ -27,8 +28,11 @@ class Strategy:
     `clip_grad_norm`: largest L2 norm of the averaged gradient. `recompute`: what a unit's forward leaves to be computed
     again in backward: `none`, `full` (all but its input), `keep:attention:matmul` (all but its input and the results of
     such operators: attention, matmul, convolution), or a budget (`200mb`: as few units as keep the activations' peak
-    within 200 MiB, chosen from the first step). `topology`, `shares`: not
-    implemented yet, refused by name when a run starts.
+    within 200 MiB, chosen from the first step). `topology`: hosts and links
+    to emulate (`2x2@10gbe`; see dplab.topology). `hybrid`: shard inside a host and replicate across hosts; where
+    nothing is sharded, sum inside hosts first. `wire`: in which form gradients travel between ranks (between hosts, if
+    hybrid): `bf16`, `fp16`, `int8`, `int8-ef` (with error feedback), `powersgd4` (rank 4); None: as they are.
+    `shares`: not implemented yet, refused by name when a run starts.
     """
 
     sharding: Sharding = DDP
@@ -41,6 +45,8 @@ class Strategy:
     reshard: bool = True
     clip_grad_norm: float | None = None
     topology: str | None = None
+    hybrid: bool = False
+    wire: str | None = None
     shares: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
@@ -60,10 +66,14 @@ class Strategy:
         check("bucket_mb", self.bucket_mb, self.bucket_mb is None or is_positive(self.bucket_mb),
                "a number of MiB above 0, or None")
         Recompute.parse(self.recompute)
-        for name in ("prefetch", "reshard"):
+        for name in ("prefetch", "reshard", "hybrid"):
             check(name, getattr(self, name), isinstance(getattr(self, name), bool), "True or False")
         check("clip_grad_norm", self.clip_grad_norm,
                self.clip_grad_norm is None or is_positive(self.clip_grad_norm), "a number above 0, or None")
+        check("topology", self.topology, self.topology is None or (
+            isinstance(self.topology, str) and re.fullmatch(r"[^+\s]+", self.topology) is not None),
+            "one line such as 2x2@10gbe, or None")
+        check_compression(self)
 
     @property
     def reduces_every_backward(self) -> bool:
@@ -75,7 +85,7 @@ class Strategy:
     @property
     def not_implemented(self) -> list[str]:
         """Fields that ask for something this version cannot do; a run with any of them is refused."""
-        return [f"{name}={getattr(self, name)!r}" for name in ("topology", "shares")
+        return [f"{name}={getattr(self, name)!r}" for name in ("shares",)
                   if getattr(self, name) is not None]
 
     def require_implemented(self) -> None:
@@ -134,6 +144,8 @@ class Strategy:
             return {"precision": PRECISIONS[token]}
         if token == "recompute":
             return {"recompute": "full"}
+        if token == "hybrid":
+            return {"hybrid": True}
         if re.fullmatch(r"accum[0-9]{1,9}", token):
             return {"accumulate": int(token[5:])}
         if equals and name in _TOKEN_PARSERS:
@@ -144,8 +156,8 @@ class Strategy:
         if not token:
             raise UsageError(f"strategy {text!r} has nothing behind a '+'; leave that out, or name what is to be added")
         number = re.search(r"(?<![0-9])[0-9]{1,9}$", token)
-        words = [*PRECISIONS, "recompute", *_TOKEN_PARSERS, f"accum{number[0] if number else ''}"]
-        allowed = [*PRECISIONS, "accum<N>", "recompute", *(f"{name}=..." for name in _TOKEN_PARSERS)]
+        words = [*PRECISIONS, "recompute", "hybrid", *_TOKEN_PARSERS, f"accum{number[0] if number else ''}"]
+        allowed = [*PRECISIONS, "accum<N>", "recompute", "hybrid", *(f"{name}=..." for name in _TOKEN_PARSERS)]
         raise UsageError(f"strategy {text!r}: {token!r} is not known{nearest(token, words)}; after the name may stand "
                          f"{', '.join(allowed)}, joined by '+'")
 
@@ -160,6 +172,8 @@ class Strategy:
             tokens.append(f"accum{self.accumulate}")
         if self.recompute == "full":
             tokens.append("recompute")
+        if self.hybrid:
+            tokens.append("hybrid")
         default = Strategy()
         for name in _TOKEN_PARSERS:
             value = getattr(self, name)
@@ -197,6 +211,7 @@ _TOKEN_PARSERS: dict[str, Any] = {
     "clip_grad_norm": float,
     "recompute": str,
     "topology": str,
+    "wire": str,
     "shares": lambda text: tuple(int(part) for part in text.split(":")),
     "precision": _parse_precision,
 }

@@ -2,28 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import torch
 
 from dplab.wire.collectives import Collectives, Op, Part, Pending, Purpose
 
+if TYPE_CHECKING:
+    from dplab.wire.codec import Codec
+
+PATIENCE = 2
+"""Nudges (launches of further buckets) after which the next collective is due: by then a link that keeps up with the
+backward has carried this one; behind one that does not, more is queued already, and nothing is lost by waiting."""
+
 
 class Chain(Pending):
     """One pending out of several. `steps` yields each as it issues it, and works between them on what has come.
 
-    The first is issued here, each other when somebody pushes or waits: at the same points of the program on every
-    rank, since no rank may issue collectives of one group in another order than its peers.
+    The first is issued here, each other when somebody nudges, pushes or waits: at the same points of the program on
+    every rank, since no rank may issue collectives of one group in another order than its peers. `count`: how many
+    there are, where that is known; `quick`: the first is over soon (it stays inside a host).
     """
 
-    def __init__(self, steps: Iterator[Pending]) -> None:
+    def __init__(self, steps: Iterator[Pending], *, count: int | None = None, quick: bool = False) -> None:
         super().__init__()
-        self._steps = steps
+        self._steps, self._left, self._due = steps, count, 1 if quick else PATIENCE
+        self._nudges = 0
+        self.ended: Callable[[], None] = lambda: None
         self._under_way = next(steps, None)
 
     def look(self) -> None:
         if self._under_way is not None:
             self._under_way.look()
+
+    def nudge(self) -> None:
+        self._nudges += 1
+        if self._nudges >= self._due and self._left != 1:
+            self.push()
 
     def push(self) -> bool:
         if self._under_way is None:
@@ -31,6 +47,10 @@ class Chain(Pending):
         under_way, self._under_way = self._under_way, None      # if it fails, nothing follows
         under_way.wait()
         self._under_way = next(self._steps, None)
+        self._nudges, self._due = 0, PATIENCE
+        self._left = None if self._left is None else self._left - 1
+        if self._under_way is None:
+            self.ended()
         return self._under_way is not None
 
     def wait(self) -> None:
@@ -55,12 +75,18 @@ class TwoLevel(Collectives):
         """Every rank ends with the sum over ranks."""
         if purpose != "grads" or op != "sum":
             return super().all_reduce(flat, op=op, purpose=purpose, bucket=bucket, filled=filled)
-        part = Part("grads", bucket, filled, row="all_reduce")
-        inside, across = self.inside.of(part), self.across.of(part)
+        return Chain(self._levels(flat, Part("grads", bucket, filled, row="all_reduce"), None), count=3, quick=True)
 
-        def levels() -> Iterator[Pending]:
-            yield inside.reduce_scatter(flat)
-            yield across.all_reduce(inside.segment(flat))
-            yield inside.all_gather(flat)
+    def coded(self, codec: Codec, flat: torch.Tensor, part: Part) -> Iterator[Pending]:
+        """Inside a host nothing is coded."""
+        return self._levels(flat, part, codec)
 
-        return Chain(levels())
+    def _levels(self, flat: torch.Tensor, part: Part, codec: Codec | None) -> Iterator[Pending]:
+        inside = self.inside.of(part)
+        own = inside.segment(flat)
+        yield inside.reduce_scatter(flat)
+        if codec is None:
+            yield self.across.of(part).all_reduce(own)
+        else:
+            yield from self.across.coded(codec, own, part)
+        yield inside.all_gather(flat)

@@ -12,14 +12,17 @@ from __future__ import annotations
 
 import copy
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import torch
 
 from dplab.telemetry.recorder import Recorder, now
 from dplab.topology import LinkClass
+
+if TYPE_CHECKING:
+    from dplab.wire.codec import Codec
 
 Purpose = Literal["grads", "params", "buffers", "control", "init"]
 Op = Literal["sum", "max"]
@@ -86,8 +89,11 @@ class Pending:
             _ = self._work.done_at
 
     def push(self) -> bool:
-        """Goes on to the next of several collectives that follow each other; True while there is one."""
+        """Ends the collective under way, of several that follow each other, and issues the next; False if none is."""
         return False
+
+    def nudge(self) -> None:
+        """The program has come so far that the next one may be due: called at the same points on every rank."""
 
     def wait(self) -> None:
         """Blocks until the result is in place, and records the collective."""
@@ -211,6 +217,10 @@ class Collectives:
     def broadcast(self, flat: torch.Tensor, *, source: int = 0, purpose: Purpose = "init") -> Pending:
         """Every rank ends with rank `source`'s values."""
         return self._issue("broadcast", lambda: self.transport.broadcast(flat, source), flat, 1, Part(purpose))
+
+    def coded(self, codec: Codec, flat: torch.Tensor, part: Part) -> Iterator[Pending]:
+        """An all-reduce of gradients as `codec` does it."""
+        return codec.all_reduce(flat, self.of(part))
 
     def of(self, part: Part) -> Collectives:
         """The same axis for the collectives that a larger one is made of: all count as `part`."""

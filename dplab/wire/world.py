@@ -22,6 +22,7 @@ from dplab.errors import UsageError
 from dplab.telemetry import recorder
 from dplab.topology import Topology
 from dplab.wire.axes import Axes
+from dplab.wire.codec import MakeCodec
 from dplab.wire.collectives import Collectives, Transport
 from dplab.wire.groups import SoloTransport, leave, transport_for
 from dplab.wire.shm.group import register
@@ -63,6 +64,13 @@ class Mesh:
     replicate: Collectives
     shard: Collectives
     world: Collectives
+    codec: MakeCodec | None = None
+    """how gradients travel on it, where not as they are"""
+
+    @property
+    def pieces(self) -> int:
+        """Into how many pieces more than shards a bucket is cut: where an all-reduce takes it apart."""
+        return self.replicate.pieces if self.codec is None else self.replicate.size
 
     @classmethod
     def flat(cls, world: World, *, sharded: bool, topology: Topology | None = None) -> Mesh:
