@@ -157,7 +157,7 @@ def test_explain(capsys):
     (["train", "--world-size", "1e9"], "--world-size 1000000000 is not allowed; this machine has"),
     (["train", "--backend", "nccl", "--world-size", "500"], "--world-size 500 is not allowed"),
     (["compare", "ddp", "--lr", "inf"], "argument --lr: 'inf' is not a finite number"),
-    (["train", "--model", "gtp"], "model 'gtp' is not known; use one of tiny-gpt, bench-gpt, mlp, cnn"),
+    (["train", "--model", "gtp"], "model 'gtp' is not known; use one of tiny-gpt, bench-gpt, paced, mlp, cnn"),
     (["train", "--optimizer", "muon"], "optimizer 'muon' is not known; use one of adamw, adam, sgd"),
     (["train", "--data", "/nowhere"], "data path '/nowhere' does not exist; give a file or a folder of text"),
     (["train", "--data", os.devnull], "'/dev/null' is neither a file nor a folder"),

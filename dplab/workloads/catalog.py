@@ -26,6 +26,8 @@ CATALOG = {
     "bench-gpt": Workload(model="GPT", data="text",
                           about="GPT of 7.4 M parameters, heavy to synchronise for its compute",
                           options={"layers": 4, "width": 256, "heads": 8, "sequence": 128, "vocabulary": 8192}),
+    "paced": Workload(model="Paced", data="text", about="emulated compute: 8 layers of 1 M parameters that wait 5 ms "
+                      "forward and 10 ms backward, for emulated links and more ranks than cores"),
     "mlp": Workload(model="MLP", data="images", about="three linear layers on digits"),
     "cnn": Workload(model="CNN", data="images", about="residual convolutions with group norm on digits"),
 }

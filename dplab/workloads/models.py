@@ -6,6 +6,7 @@ Each model names in `shard_units` the module classes whose weights ZeRO-3 gather
 from __future__ import annotations
 
 import itertools
+import time
 from typing import Any, ClassVar
 
 import torch
@@ -134,6 +135,57 @@ class CNN(nn.Module):
     def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
         """Mean cross entropy of the classes `y`, else logits (batch, classes)."""
         return _loss_or_logits(self.head(self.blocks(self.stem(x)).mean((2, 3))), y)
+
+
+class Wait(torch.autograd.Function):
+    """Takes as long as it is told, twice that backward, and hands on what it gets; its weight's gradient is zero."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, seconds: float) -> Tensor:  # type: ignore[override]
+        ctx.save_for_backward(weight)
+        ctx.seconds = seconds
+        time.sleep(seconds)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
+        time.sleep(2 * ctx.seconds)
+        return grad, torch.zeros_like(ctx.saved_tensors[0]), None
+
+
+class WaitingLayer(nn.Module):
+    """`parameters` weights that are real, and a computation that only takes its time."""
+
+    def __init__(self, parameters: int, seconds: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(parameters))
+        self.seconds = seconds
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Wait.apply(x, self.weight, self.seconds)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class Paced(nn.Module):
+    """Emulated compute: the layers between a small embedding and a head wait as a CPU waits for its GPU.
+
+    Their weights are laid out, reduced, gathered and stepped like any; so what emulated links do to a step shows with
+    more ranks than cores, and on a busy machine. Forward takes `forward_ms` a layer, backward twice that.
+    """
+
+    shard_units: ClassVar[tuple[type[nn.Module], ...]] = (WaitingLayer,)
+
+    def __init__(self, *, layers: int = 8, parameters: int = 2**20, forward_ms: float = 5.0, width: int = 32,
+                 sequence: int = 128, vocabulary: int = 256) -> None:
+        super().__init__()
+        self.sequence = sequence
+        self.tokens = nn.Embedding(vocabulary, width)
+        self.layers = nn.Sequential(*(WaitingLayer(parameters, forward_ms / 1e3) for _ in range(layers)))
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        nn.init.normal_(self.tokens.weight, std=0.02)
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
+        """Mean cross entropy in nats a token of targets `y`, else logits (batch, sequence, vocabulary)."""
+        return _loss_or_logits(self.head(self.layers(self.tokens(x))), y)
 
 
 def _loss_or_logits(logits: Tensor, y: Tensor | None) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from itertools import chain, repeat
 from typing import Any
 
@@ -15,12 +16,15 @@ from dplab.workloads.catalog import optimizer_class, workload
 
 def train(*, model: str = "tiny-gpt", data: str | None = None, steps: int = 200, batch_size: int = 8,
           lr: float = 1e-3, seed: int = 0, optimizer: str = "adamw",
-          strategy: dplab.Strategy | str | None = None, lens: bool = False) -> dict[str, Any]:
+          strategy: dplab.Strategy | str | None = None, lens: bool = False,
+          checkpoint_every: int | None = None) -> dict[str, Any]:
     """Trains a workload for `steps` optimizer steps of `batch_size` samples a rank and micro-batch.
 
-    `strategy=None` is the run's own. `lens` keeps the weights of every step for `dplab.compare_runs`. Returns
-    this rank's losses (nats, one a step), memory (bytes by category) and wire (count and bytes sent by
-    collective). UsageError for a name or a path that is not known.
+    `strategy=None` is the run's own. `lens` keeps the weights of every step for `dplab.compare_runs`. With
+    `checkpoint_every` all state is saved in the run's folder after every so many steps, and a restarted run goes on
+    from there; with fewer ranks than were launched these share the same samples a step, where they divide. Returns this
+    rank's losses (nats, one a step), memory (bytes by category), wire (count and bytes sent by collective) and what was
+    recomputed. UsageError for a name or a path that is not known.
     """
     if steps < 1:
         raise UsageError(f"train(steps={steps}) is not allowed; steps is an integer >= 1")
@@ -29,13 +33,20 @@ def train(*, model: str = "tiny-gpt", data: str | None = None, steps: int = 200,
     torch.manual_seed(seed)
     net = models.build(model).to(world.device)
     dataset = corpora.dataset(data, images=workload(model).data == "images")
-    batches = dplab.loader(dataset, batch_size=batch_size, seed=seed)
+    launched = int(os.environ.get("DPLAB_LAUNCHED_SIZE") or world.size)
+    share, rest = divmod(batch_size * launched, world.size)
+    batches = dplab.loader(dataset, batch_size=batch_size if rest else share, seed=seed)
     engine = dplab.parallelize(net, optimizer=lambda params: make_optimizer(params, lr=lr), strategy=strategy)
     watch = dplab.Lens(engine) if lens else None
 
     losses: list[float] = []
+    kept = None if checkpoint_every is None else Kept(engine, batches, checkpoint_every)
+    if kept is not None:
+        losses = kept.load()
     window: list[float] = []
     for x, y in chain.from_iterable(repeat(batches)):      # epoch after epoch
+        if len(losses) >= steps:
+            break
         loss = engine(x, y)
         engine.backward(loss)
         window.append(loss.item())
@@ -44,7 +55,40 @@ def train(*, model: str = "tiny-gpt", data: str | None = None, steps: int = 200,
             window.clear()
             if watch is not None:
                 watch.record()
-        if len(losses) == steps:
-            break
+            if kept is not None and len(losses) < steps:
+                kept.save(losses)
     return {"backend": world.backend, "steps": steps, "losses": losses, "loss_first": losses[0],
-            "loss_last": losses[-1], "memory": engine.memory(), "wire": engine.wire()}
+            "loss_last": losses[-1], "memory": engine.memory(), "wire": engine.wire(),
+            "recomputed": engine.recomputed()}
+
+
+class Kept:
+    """The checkpoints of a run, in its own folder: the engine's state, the data's, and every rank's losses."""
+
+    def __init__(self, engine: dplab.Engine, batches: Any, every: int) -> None:
+        folder = os.environ.get("DPLAB_RUN_DIR")
+        if folder is None:
+            raise UsageError("train(checkpoint_every=...) saves in the folder of a run; start it by dplab.launch")
+        if every < 1:
+            raise UsageError(f"train(checkpoint_every={every}) is not allowed; it is an integer >= 1, or None")
+        self._engine, self._batches, self._every = engine, batches, every
+        self._manager = dplab.CheckpointManager(os.path.join(folder, "checkpoints"), keep=2)
+        self._losses: list[list[float]] = []
+
+    def load(self) -> list[float]:
+        """This rank's losses up to the latest checkpoint; empty where there is none."""
+        if not self._manager.load(self._engine, loader=self._batches, losses=self):
+            return []
+        return list(self._losses[self._engine.world.rank])
+
+    def save(self, losses: list[float]) -> None:
+        """After every so many steps; collective."""
+        if len(losses) % self._every == 0:
+            self._losses = self._engine.mesh.world.gather_objects(losses)
+            self._manager.save(self._engine, loader=self._batches, losses=self)
+
+    def state_dict(self) -> list[list[float]]:
+        return self._losses
+
+    def load_state_dict(self, state: list[list[float]]) -> None:
+        self._losses = state

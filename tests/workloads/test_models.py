@@ -13,7 +13,7 @@ from dplab.workloads import models
 from dplab.workloads.catalog import CATALOG, optimizer_class
 
 SMALL = {"tiny-gpt": {"layers": 2, "width": 32, "sequence": 16}, "bench-gpt": {"layers": 2, "width": 32},
-         "mlp": {"width": 32}, "cnn": {"channels": 8}}
+         "paced": {"layers": 2, "parameters": 64, "forward_ms": 0.1}, "mlp": {"width": 32}, "cnn": {"channels": 8}}
 
 
 def batch_for(name: str, samples: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
@@ -113,3 +113,14 @@ def test_a_sequence_that_does_not_fit():
 def test_an_optimizer_that_is_not_known():
     with pytest.raises(UsageError, match=r"optimizer 'sgdd' is not known \(did you mean 'sgd'\?\); use one of adamw"):
         optimizer_class("sgdd")
+
+
+def test_a_paced_layer_takes_its_time_and_no_processor(monkeypatch):
+    slept: list[float] = []
+    monkeypatch.setattr(models.time, "sleep", slept.append)
+    model = models.build("paced", layers=3, parameters=10, forward_ms=4.0)
+    model(*batch_for("paced")).backward()
+    assert slept == pytest.approx([0.004] * 3 + [0.008] * 3)
+    assert all(layer.weight.grad.abs().sum() == 0 for layer in model.layers)
+    assert model.tokens.weight.grad.abs().sum() > 0
+    assert count(models.build("paced")) == 8 * 2**20 + 2 * 256 * 32
