@@ -1,4 +1,4 @@
-"""`runs`, `attach`, `trace`: what there is, what goes on in it, and its time line for Perfetto."""
+"""`runs`, `attach`, `trace`, `export`: what there is, what goes on in it, and what can be taken out of it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from dplab.commands.base import Answer, Verbs, verb
 from dplab.commands.measure import figures, progress
 from dplab.commands.train import TICK_SECONDS, ProgressLine
-from dplab.errors import RankFailed, RunError
+from dplab.errors import RankFailed, RunError, UsageError
 from dplab.telemetry.rundir import DAMAGED, ENDED, runs_root
 from dplab.telemetry.summary import Summary
 
@@ -20,7 +20,18 @@ if TYPE_CHECKING:
 
 def add(verbs: Verbs) -> None:
     """Declares the verbs."""
-    verb(verbs, "runs", runs, about="list the runs of this user, newest first", example="dplab runs")
+    parser = verb(verbs, "runs", runs, about="list the runs of this user, newest first, or tell one run's figures",
+                  example="dplab runs RUN --csv > steps.csv")
+    parser.add_argument("run_id", nargs="?", metavar="RUN",
+                        help="a run's id, the beginning of one, or a directory (default: all runs)")
+    parser.add_argument("--csv", action="store_true", help="a line for each step of each rank of RUN")
+    parser = verb(verbs, "export", export, about="write a run's figures, steps, time line and pictures into a folder",
+                  example="dplab export RUN -o folder --formats json,csv,html")
+    parser.add_argument("run_id", metavar="RUN", help="a run's id, the beginning of one, or a directory")
+    parser.add_argument("-o", "--output", type=Path, default=Path("export"), metavar="FOLDER",
+                        help="where to write (default: export)")
+    parser.add_argument("--formats", help="some of json, csv, trace, svg, html, png (default: all but png, which needs "
+                                          "kaleido)")
     parser = verb(verbs, "attach", attach, about="follow a run until it ends; Ctrl-C lets go of it",
                   example="dplab attach RUN --stop")
     parser.add_argument("run_id", metavar="RUN", help="a run's id, the beginning of one, or a directory")
@@ -33,9 +44,13 @@ def add(verbs: Verbs) -> None:
 
 
 def runs(args: argparse.Namespace) -> Answer:
-    """All runs below the root, damaged ones marked."""
+    """All runs below the root, damaged ones marked; or one."""
     from dplab.launcher.run import runs as found
 
+    if args.run_id is not None:
+        return _one(args)
+    if args.csv:
+        raise UsageError("runs --csv is a line for each step of one run; name it: dplab runs RUN --csv")
     rows = [_row(run) for run in found()]
     if not rows:
         return Answer({"runs": []}, f"no runs in {runs_root()} yet; dplab train or dplab.launch makes one")
@@ -47,6 +62,30 @@ def runs(args: argparse.Namespace) -> Answer:
     texts = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
     texts += [f"{row['id']} is damaged: {row['failure']}" for row in rows if row["state"] == DAMAGED]
     return Answer({"runs": rows}, "\n".join(texts))
+
+
+def _one(args: argparse.Namespace) -> Answer:
+    from dplab.launcher.run import attach as attached
+    from dplab.views.table import to_csv
+
+    run = attached(args.run_id)
+    if args.csv and args.json:
+        raise UsageError("runs --csv --json: standard output holds one of them; leave one out")
+    if args.csv:
+        return Answer({}, to_csv(run.table()).rstrip("\n"))
+    told = run.summary()
+    return Answer(told, "\n".join(f"{name:16}{'-' if value in (None, [], {}) else value}"
+                                  for name, value in told.items()))
+
+
+def export(args: argparse.Namespace) -> Answer:
+    """A folder of files that need no dplab."""
+    from dplab.launcher.run import attach as attached
+
+    run = attached(args.run_id)
+    chosen = {} if args.formats is None else {"formats": [name.strip() for name in args.formats.split(",")]}
+    written = [str(path) for path in run.export(args.output, **chosen)]
+    return Answer({"id": run.id, "files": written}, "\n".join(written))
 
 
 def _in_one_line(text: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import os
 import time
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from dplab.launcher.launch import Call
     from dplab.widgets.board import Board
 
+EXPORTED = ("json", "csv", "trace", "svg", "html")
+"""What `Run.export` writes where nobody says otherwise: all that needs no browser."""
 _POLL_SECONDS = 0.02
 _END_SECONDS = 10.0
 """How long the supervisor may take from its last signal to the end of the run."""
@@ -76,8 +79,8 @@ class Run:
 
     @property
     def state(self) -> str:
-        """`starting`, `running`, `restarting`, `paused`, `stopping`; at the end `finished`, `failed` or `stopped`; `damaged` where
-        its files cannot be read, or were written by another version."""
+        """`starting`, `running`, `restarting`, `paused`, `stopping`; at the end `finished`, `failed` or
+        `stopped`; `damaged` where its files cannot be read, or were written by another version."""
         return self._directory.state()
 
     @property
@@ -96,7 +99,7 @@ class Run:
         return stop_reason(self._directory)
 
     def wait(self, timeout: float | None = None) -> list[Any]:
-        """What each rank returned, in rank order, once the run has ended; after a restart, of the ranks it went on with.
+        """What each rank returned, in rank order, once the run has ended; after a restart, of the ranks that went on.
 
         Of a stopped run: what there is, None for a rank that was stopped before its function returned.
         `timeout` in seconds: TimeoutError when the run is not over by then; the run goes on, as it does when
@@ -247,6 +250,32 @@ class Run:
         from dplab.widgets.board import Board
 
         return Board(self, **options)
+
+    def table(self) -> list[dict[str, Any]]:
+        """A row for each step of each rank (`dplab.views.table.COLUMNS`): loss, ms by part, bytes sent, memory."""
+        from dplab.views.table import table
+
+        return table(self.events())
+
+    def frame(self) -> Any:
+        """The table as a pandas DataFrame; UsageError where pandas is not installed."""
+        from dplab.launcher.export import frame
+
+        return frame(self)
+
+    def summary(self) -> dict[str, Any]:
+        """The run in plain values, ready for JSON: what was asked for, how far it came, its figures."""
+        from dplab.launcher.export import summary
+
+        return summary(self)
+
+    def export(self, folder: str | os.PathLike[str], formats: Sequence[str] = EXPORTED) -> list[Path]:
+        """Writes the run into a folder and returns what was written: `json` its summary, `csv` its table, `trace` for
+        Perfetto, `svg`, `html` and `png` every picture. UsageError for a format that is not known or needs what is
+        not installed (`png`: kaleido), RunError where it cannot be written."""
+        from dplab.launcher.export import export
+
+        return export(self, folder, formats)
 
     def diagnose(self) -> Diagnosis:
         """Where the run's time and memory go and what would help; where its ranks stand, if nothing moves."""

@@ -155,7 +155,8 @@ class Watch:
         """The same in plain values, with what the page's controls need to know."""
         head = self.head()
         return {"state": head.state, "problem": head.problem, "facts": head.facts, "others": self._others,
-                "relaunch": self.run.relaunchable, "cuda": self.fold.memory.cuda, "last": self.fold.pace.steps, "shown": self.step}
+                "relaunch": self.run.relaunchable, "cuda": self.fold.memory.cuda,
+                "last": self.fold.pace.steps, "shown": self.step}
 
     def message(self, feed: Any, *, keyframe: bool, **more: Any) -> tuple[dict[str, Any], bytes]:
         """The feed's next message of what is looked at; `more` goes into its status."""

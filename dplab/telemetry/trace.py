@@ -69,7 +69,7 @@ def export(source: str | os.PathLike[str], output: str | os.PathLike[str]) -> Pa
 def write(events: Iterable[Event], metadata: dict[str, Any], output: str | os.PathLike[str]) -> None:
     """Writes the trace of any events, measured or predicted, to a file; OSError where that cannot be."""
     with open(output, "w", encoding="utf-8") as file:
-        json.dump(_finite(chrome_trace(events, metadata)), file, allow_nan=False)
+        json.dump(finite(chrome_trace(events, metadata)), file, allow_nan=False)
 
 
 class _Lanes:
@@ -142,12 +142,12 @@ def _title(event: Event) -> str:
         if event.kind == "collective" else f"{event.kind} {event.name}" if event.kind != "log" else event.name
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
     """The same with NaN and infinities as text: JSON has neither, and Perfetto refuses the whole file."""
     if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
         return str(value)
     if isinstance(value, dict):
-        return {key: _finite(part) for key, part in value.items()}
+        return {key: finite(part) for key, part in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(part) for part in value]
+        return [finite(part) for part in value]
     return value

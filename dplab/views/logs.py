@@ -22,8 +22,8 @@ class LogPanel:
         self._count = 0
 
     def feed(self, event: Event) -> None:
-        """Takes the log events of the two streams, and what is said of recordings. Ranks' files are read one after the other: lines are put in order
-        by their times here."""
+        """Takes the log events of the two streams, and what is said of recordings. Ranks' files are read one after the
+        other: lines are put in order by their times here."""
         if event.kind != "log" or event.name not in STREAMS:
             return
         self._count += 1
