@@ -136,8 +136,8 @@ def init(*, backend: str | None = None, device: str | torch.device | None = None
     if not dist.is_initialized() and place["size"] > 1:
         backend = _backend(backend, chosen, place)
         register()
-        dist.init_process_group(backend, init_method=place["rendezvous"], rank=place["rank"],
-                                world_size=place["size"], timeout=TIMEOUT)
+        dist.init_process_group(backend, **_meeting(place), rank=place["rank"], world_size=place["size"],
+                                timeout=TIMEOUT)
         atexit.register(leave)
     if dist.is_initialized():
         world = World(dist.get_rank(), dist.get_world_size(), place["local_rank"], chosen, str(dist.get_backend()))
@@ -147,6 +147,15 @@ def init(*, backend: str | None = None, device: str | torch.device | None = None
         torch.cuda.set_device(chosen)
     adopt(world)
     return world
+
+
+def _meeting(place: dict[str, Any]) -> dict[str, Any]:
+    """Where the ranks meet. After a restart torchrun gives them the store of before, in which the dead still stand."""
+    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
+    if not attempt or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or place["rendezvous"] != "env://":
+        return {"init_method": place["rendezvous"]}
+    store, _, _ = next(dist.rendezvous("env://", place["rank"], place["size"], timeout=TIMEOUT))
+    return {"store": dist.PrefixStore(f"attempt-{attempt}", store)}
 
 
 def _environment() -> dict[str, Any]:
