@@ -39,6 +39,8 @@ ROLES: dict[str, tuple[str, str]] = {
     "owned": ("#009E73", "own slice"),
     "partial": ("#E69F00", "own sum, not reduced"),
     "stale": ("#B8B8B8", "old values"),
+    "predicted": ("#0072B2", "predicted"),
+    "measured": ("#E69F00", "measured"),
     "cpu": ("#0072B2", "CPU, % of one core"),
     "gpu": ("#E69F00", "GPU, %"),
 }

@@ -1,0 +1,25 @@
+"""A study's chart: two lines, and the same in words."""
+
+from __future__ import annotations
+
+import pytest
+
+from dplab.errors import UsageError
+from dplab.views.picture import picture
+from dplab.views.studies import against
+
+
+def test_two_lines_and_their_words():
+    chart = against([1, 4], [100, 80], [110, 79], title="Buckets", x_label="MiB a bucket", y_label="ms a step")
+    assert [(mark.role, list(mark.x), list(mark.y)) for mark in chart.marks] == [
+        ("predicted", [1, 4], [100, 80]), ("measured", [1, 4], [110, 79])]
+    assert chart.y_range == (0, pytest.approx(121))
+    assert chart.note == "ms a step by MiB a bucket: 1: 100 predicted, 110 measured; 4: 80 predicted, 79 measured"
+    drawn = picture([chart])
+    assert "predicted" in drawn.svg
+    assert "measured" in drawn.svg
+
+
+def test_columns_of_other_lengths_are_refused():
+    with pytest.raises(UsageError, match=r"got 2 values of x, 1 predicted and 2 measured; give as many of each"):
+        against([1, 2], [1], [1, 2], title="", x_label="", y_label="")
