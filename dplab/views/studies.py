@@ -15,8 +15,8 @@ def against(x: Sequence[float], predicted: Sequence[float], measured: Sequence[f
             y_label: str, caption: str = "") -> Chart:
     """`predicted` and `measured` over `x`, in the unit that `y_label` names. UsageError where they differ in length."""
     if not len(x) == len(predicted) == len(measured) or not len(x):
-        raise UsageError(f"against() got {len(x)} values of x, {len(predicted)} predicted and {len(measured)} measured; "
-                         f"give as many of each, at least one")
+        raise UsageError(f"against() got {len(x)} values of x, {len(predicted)} predicted and {len(measured)} "
+                         f"measured; give as many of each, at least one")
     columns = {role: np.asarray(values, dtype=np.float64)
                for role, values in (("predicted", predicted), ("measured", measured))}
     said = "; ".join(f"{short(float(at))}: {short(told)} predicted, {short(real)} measured" for at, told, real in zip(
