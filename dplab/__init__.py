@@ -30,6 +30,7 @@ __version__ = "0.1.0"
 
 _HOME = {
     "init": "wire.world",
+    "Topology": "topology",
     "World": "wire.world",
     "parallelize": "engine",
     "Engine": "engine",
@@ -90,6 +91,7 @@ if TYPE_CHECKING:  # `as` re-exports: type checkers see the public names, nothin
     from dplab.specs import Strategy as Strategy
     from dplab.telemetry.numerics import compare_runs as compare_runs
     from dplab.telemetry.numerics import not_finite as not_finite
+    from dplab.topology import Topology as Topology
     from dplab.wire.world import World as World
     from dplab.wire.world import init as init
     from dplab.workloads.lens import Lens as Lens

@@ -1,0 +1,206 @@
+"""Two levels: sums inside hosts before sums across, shards inside and copies across; results, bytes and refusals."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import dplab
+from dplab.errors import UsageError, WireError
+from dplab.topology import Device, Hosts
+from dplab.wire import axes, hosts
+from dplab.wire.chain import Chain
+from dplab.wire.collectives import Pending
+from dplab.wire.world import Mesh
+from tests.worlds import Uneven, build, in_processes, in_shm, in_threads, reference, train, uneven_batches
+
+SHARDINGS = ["ddp", "zero1", "zero2", "zero3"]
+
+
+def differences(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> list[str]:
+    return [name for name in expected if not torch.allclose(got[name], expected[name], rtol=1e-9, atol=1e-12)]
+
+
+@pytest.mark.parametrize("shape", ["2x2", "3x2", "2x3"])
+@pytest.mark.parametrize("extra", ["", "+bucket_mb=1e-05", "+accum2", "+accum2+accumulate_mode=micro_batch",
+                                   "+clip_grad_norm=0.05"])
+@pytest.mark.parametrize("sharding", SHARDINGS)
+def test_it_trains_as_one_process_does(sharding: str, extra: str, shape: str) -> None:
+    size, window = {"2x2": 4}.get(shape, 6), 2 if "accum2" in extra else 1
+    model, batches = build(Uneven), uneven_batches(2 * size * window)
+    expected = reference(model, batches, per_step=size * window, clip=0.05 if "clip" in extra else None)
+    for got in in_threads(size, train, model, batches, f"{sharding}+hybrid+topology={shape}@100GB/s{extra}"):
+        assert not differences(got, expected)
+
+
+@pytest.mark.parametrize("where", [in_shm, in_processes], ids=["shm", "gloo"])
+@pytest.mark.parametrize("sharding", SHARDINGS)
+def test_it_trains_in_processes(sharding: str, where: Any) -> None:
+    model, batches = build(Uneven), uneven_batches(8)
+    expected = reference(model, batches, per_step=4)
+    for got in where(4, train, model, batches, f"{sharding}+hybrid+topology=2x2@100GB/s+bucket_mb=1e-05"):
+        assert not differences(got, expected)
+
+
+def test_bf16_is_added_up_in_fp32_at_each_level() -> None:
+    def body() -> torch.Tensor:
+        mesh = Mesh.hybrid(dplab.init(), sharded=False, topology=dplab.Topology.parse("2x2@100GB/s"))
+        flat = torch.full((512,), 1.0 + dplab.init().rank, dtype=torch.bfloat16)
+        mesh.replicate.all_reduce(flat).wait()
+        return flat
+
+    assert all((flat == 10).all() for flat in in_threads(4, body))
+
+
+def traffic(sharding: str) -> tuple[dict[str, dict[str, Any]], int, int]:
+    """What one step sends; bytes of the padded gradients; bytes of rank 0's optimizer state."""
+    model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(3)])
+    engine = dplab.parallelize(model, lambda ps: torch.optim.AdamW(ps), sharding)
+    engine.backward(engine(torch.ones(2, 64)).sum())
+    engine.step()
+    rows = engine.wire()
+    return ({name: row for name, row in rows.items() if name not in ("init", "control")},
+            4 * sum(bucket.layout.numel for bucket in engine._buckets), engine.memory()["optimizer"])
+
+
+@pytest.mark.parametrize(("hosts_", "ranks"), [(2, 2), (3, 2), (2, 3)])
+@pytest.mark.parametrize("sharding", SHARDINGS)
+def test_bytes_by_link_equal_the_formulas(sharding: str, hosts_: int, ranks: int) -> None:
+    """Across: 2 (H-1)/H of a G-th, from every rank. Inside: (G-1)/G of all, once or more."""
+    topology = f"topology={hosts_}x{ranks}@100GB/s"
+    for rows, total, optimizer in in_threads(hosts_ * ranks, traffic, f"{sharding}+hybrid+{topology}"):
+        across = pytest.approx(2 * (hosts_ - 1) / hosts_ * total / ranks, abs=8)      # rounded down once a bucket
+        inside = (ranks - 1) * total // ranks
+        if sharding == "ddp":
+            assert rows == {"all_reduce": {"count": rows["all_reduce"]["count"], "inside": 2 * inside, "across": across,
+                                           "bytes": rows["all_reduce"]["across"] + 2 * inside}}
+        else:
+            assert rows["reduce_scatter"]["bytes"] == rows["reduce_scatter"]["inside"] == inside
+            assert rows["all_reduce"]["bytes"] == rows["all_reduce"]["across"] == across
+            assert rows["all_gather"]["bytes"] == rows["all_gather"]["inside"]
+            # ZeRO-3 gathers in forward, and in backward what it has let go of
+            assert inside <= rows["all_gather"]["bytes"] <= (2 if sharding == "zero3" else 1) * inside
+        state = 2 * total // (1 if sharding == "ddp" else ranks)
+        assert optimizer == pytest.approx(state, abs=4096)      # padding has none
+
+
+def test_a_flat_ring_leaves_a_host_from_one_rank_of_it() -> None:
+    """With N ranks: 2 (N-1)/N of everything, which in two levels is 2 (H-1)/H of a G-th."""
+    every = in_threads(4, traffic, "ddp+topology=2x2@100GB/s")
+    total = every[0][1]
+    assert [rows["all_reduce"].get("across", 0) for rows, _, _ in every] == [0, 2 * 3 * total // 4] * 2
+
+
+# ---- chains
+
+class Told(Pending):
+    """Says when it is issued and when it is waited for."""
+
+    def __init__(self, log: list[str], name: str, *, fails: bool = False) -> None:
+        super().__init__()
+        self.log, self.name, self.fails = log, name, fails
+        log.append(f"issue {name}")
+
+    def wait(self) -> None:
+        self.log.append(f"wait {self.name}")
+        if self.fails:
+            raise WireError("the link broke")
+
+
+def chain(log: list[str], *, count: int | None = None, quick: bool = False, fails: bool = False) -> Chain:
+    def steps() -> Iterator[Pending]:
+        yield Told(log, "a", fails=fails)
+        yield Told(log, "b")
+        yield Told(log, "c")
+        log.append("end")
+
+    return Chain(steps(), count=count, quick=quick)
+
+
+def test_a_chain_goes_on_when_it_is_waited_for() -> None:
+    log: list[str] = []
+    whole = chain(log)
+    assert log == ["issue a"]
+    whole.wait()
+    whole.wait()
+    assert log == ["issue a", "wait a", "issue b", "wait b", "issue c", "wait c", "end"]
+    assert not whole.push()
+
+
+def test_a_chain_goes_on_after_so_many_nudges() -> None:
+    log: list[str] = []
+    patient = chain(log)
+    patient.nudge()
+    assert log == ["issue a"]
+    patient.nudge()
+    assert log == ["issue a", "wait a", "issue b"]
+    log.clear()
+    quick = chain(log, count=3, quick=True)
+    quick.nudge()
+    assert log == ["issue a", "wait a", "issue b"]
+    quick.nudge()
+    quick.nudge()
+    assert log[-1] == "issue c"
+    for _ in range(5):
+        quick.nudge()
+    assert log[-1] == "issue c"      # nothing follows the last, so nobody waits for it before he must
+
+
+def test_nothing_follows_what_has_failed() -> None:
+    log: list[str] = []
+    broken = chain(log, fails=True)
+    with pytest.raises(WireError, match="the link broke"):
+        broken.wait()
+    broken.wait()
+    assert log == ["issue a", "wait a"]
+
+
+# ---- where ranks are
+
+def test_ranks_find_their_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Everyone:
+        def gather_objects(self, mine: str) -> list[str]:
+            return ["b", "a", "b", "a"]
+
+    world = dplab.World(0, 4, 0, torch.device("cpu"), "gloo")
+    found = hosts.found(world, Everyone())  # type: ignore[arg-type]
+    assert [device.host for device in found.devices] == [0, 1, 0, 1]
+    assert found.grid() == [[0, 2], [1, 3]]
+    monkeypatch.setattr(hosts, "_BOOT", hosts.Path("/nowhere"))
+    assert hosts.boot()
+
+
+def test_hosts_that_the_ranks_find_make_the_mesh(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if even and odd ranks were apart, with no topology given."""
+    monkeypatch.setattr(axes.hosts, "found", lambda world, everyone: Hosts(devices=tuple(
+        Device(rank=rank, host=rank % 2) for rank in range(4))))
+
+    def body() -> tuple[list[int], list[int]]:
+        mesh = Mesh.hybrid(dplab.init(), sharded=True)
+        rank = dplab.init().rank
+        return mesh.shard.gather_objects(rank), mesh.replicate.gather_objects(rank)
+
+    assert in_threads(4, body) == [([0, 2], [0, 1]), ([1, 3], [0, 1]), ([0, 2], [2, 3]), ([1, 3], [2, 3])]
+    for rows, _, _ in in_threads(4, traffic, "zero2"):
+        assert {"inside", "across"} & set(rows["reduce_scatter"])
+
+
+@pytest.mark.parametrize(("strategy", "size", "message"), [
+    ("zero2+hybrid", 2, r"hybrid needs several hosts .*; here are 2 ranks on 1 host: give such a topology"),
+    ("ddp+hybrid", 2, r"hybrid needs several hosts"),
+    ("ddp+hybrid", 1, r"here are 1 rank on 1 host"),
+    ("zero1+hybrid+topology=2x1@10gbe", 2, r"here are 1, 1 ranks on 2 hosts"),
+    ("zero1+topology=2x2@10gbe", 3, r"topology '2x2@10gbe' has 4 ranks .*, and the world has 3; start 4 ranks"),
+    ("zero1+topology=2x2@10gbee", 4, r"link '10gbee' is not known; the nearest are 10GbE"),
+])
+def test_what_cannot_be_is_refused(strategy: str, size: int, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        in_threads(size, traffic, strategy)
+
+
+def test_hybrid_takes_its_mesh_from_the_hosts() -> None:
+    with pytest.raises(UsageError, match=r"strategy 'zero1\+hybrid' takes its mesh from the hosts; leave"):
+        dplab.parallelize(torch.nn.Linear(2, 2), lambda ps: torch.optim.SGD(ps, lr=0.1), "zero1+hybrid", mesh=(1, 1))
