@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import os
@@ -41,7 +42,7 @@ def summary(run: Run) -> dict[str, Any]:
 def frame(run: Run) -> Any:
     """The table as a pandas frame. UsageError where pandas is not installed."""
     try:
-        import pandas
+        pandas = importlib.import_module("pandas")
     except ImportError as error:
         raise UsageError("run.frame() needs pandas, which is not installed; pip install pandas, or take run.table(), "
                          "the same rows as plain dicts") from error

@@ -54,7 +54,9 @@ def export(source: str | os.PathLike[str], output: str | os.PathLike[str]) -> Pa
     if not events:
         raise RunError(f"run {reader.path} has recorded no events, so there is nothing to trace; "
                        f"its program records some through dplab.parallelize")
-    header = reader.header(events[0].rank) or {}
+    headers = {rank: reader.header(rank) or {} for rank in sorted({event.rank for event in events})}
+    header = headers[min(headers)]
+    events = _aligned(events, headers)
     start = min(event.t0 for event in events)
     anchor = {"run": reader.path.name, "spec": reader.spec.to_dict(), "host": header.get("host"),
               "wall_seconds_at_zero": (header["wall"] + start - header["monotonic"]) / 1e9 if header else None}
@@ -64,6 +66,18 @@ def export(source: str | os.PathLike[str], output: str | os.PathLike[str]) -> Pa
     except OSError as error:
         raise RunError(f"the trace cannot be written to {path}: {error.strerror}; give another file") from error
     return path
+
+
+def _aligned(events: list[Event], headers: dict[int, dict[str, Any]]) -> list[Event]:
+    """Events on one clock: that of the first rank's host. The ranks of a host share one; others' are laid over it by
+    the wall clock, so as well as that is kept."""
+    first = headers[min(headers)]
+    shifts = {rank: 0 if header.get("host") == first.get("host") or not header else
+              (header["wall"] - header["monotonic"]) - (first["wall"] - first["monotonic"])
+              for rank, header in headers.items()}
+    if not any(shifts.values()):
+        return events
+    return [event._replace(t0=event.t0 + shifts[event.rank], t1=event.t1 + shifts[event.rank]) for event in events]
 
 
 def write(events: Iterable[Event], metadata: dict[str, Any], output: str | os.PathLike[str]) -> None:
@@ -109,7 +123,7 @@ class _Lanes:
 
 
 def _arrows(placed: list[tuple[Event, int]], start: int) -> list[dict[str, Any]]:
-    """From each collective to the same one on the next ranks: the n-th of its name, purpose and bucket in a step."""
+    """From each collective to the same one on the other ranks: the n-th of its name, purpose and bucket in a step."""
     counts: dict[tuple[Any, ...], int] = defaultdict(int)
     groups: dict[tuple[Any, ...], list[tuple[Event, int]]] = defaultdict(list)
     for event, lane in placed:
@@ -118,7 +132,9 @@ def _arrows(placed: list[tuple[Event, int]], start: int) -> list[dict[str, Any]]
             counts[event.rank, *key] += 1
             groups[*key, counts[event.rank, *key]].append((event, lane))
     rows: list[dict[str, Any]] = []
-    flows = [sorted(group, key=lambda item: item[0].rank) for group in groups.values() if len(group) > 1]
+    # an arrow goes on in time, so that from the rank that came first
+    flows = [sorted(group, key=lambda item: (item[0].t0 + item[0].t1, item[0].rank)) for group in groups.values()
+             if len(group) > 1]
     for number, group in enumerate(flows):
         for index, (event, lane) in enumerate(group):
             phase = "s" if index == 0 else "f" if index == len(group) - 1 else "t"

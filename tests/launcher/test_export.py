@@ -7,7 +7,6 @@ import io
 import json
 import math
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -25,11 +24,11 @@ from tests.views.synthetic import MEMORY, TOKENS, run_events, step_events
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     made = dplab.launch("dplab.workloads.train:train", world_size=2, strategy="zero2", detach=False, label="small",
                         root=tmp_path_factory.mktemp("runs"), kwargs={"steps": 4, "batch_size": 1})
     made.wait()
-    yield made
+    return made
 
 
 def test_the_table_of_the_synthetic_run_is_its_docstring() -> None:
@@ -104,11 +103,12 @@ def test_everything_is_exported_and_opens_without_a_network(run: Run, tmp_path: 
 
 def test_what_cannot_be_exported(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for formats in ("json", ["pdf"]):
-        with pytest.raises(UsageError, match=r"export\(formats=.*\) is not allowed; give some of json, csv, trace, svg, "
-                                             r"html, png"):
+        with pytest.raises(UsageError, match=r"export\(formats=.*\) is not allowed; give some of json, csv, trace, "
+                                             r"svg, html, png"):
             run.export(tmp_path, formats)
     (tmp_path / "file").touch()
-    with pytest.raises(RunError, match=rf"run {run.id} cannot be exported to {tmp_path}/file: File exists; give another"):
+    with pytest.raises(RunError, match=rf"run {run.id} cannot be exported to {tmp_path}/file: File exists; give "
+                                       rf"another folder"):
         run.export(tmp_path / "file", ["json"])
     monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UsageError, match=r"PNG pictures need kaleido, which is not installed; pip install kaleido \(it "
@@ -132,7 +132,8 @@ def test_a_browser_that_does_not_start_is_told_in_one_sentence(run: Run, tmp_pat
         run.export(tmp_path, ["png"])
 
 
-def test_the_command_line_tells_and_exports_one_run(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_line_tells_and_exports_one_run(run: Run, tmp_path: Path,
+                                                    capsys: pytest.CaptureFixture[str]) -> None:
     from dplab.cli import main
 
     assert main(["runs", str(run.path), "--json"]) == 0
