@@ -8,11 +8,12 @@ import random
 import statistics
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dplab.commands.base import Answer, Verbs, verb, whole_number
 from dplab.commands.kept import KeptWorld
+from dplab.commands.links import settle
 from dplab.commands.train import ProgressLine, checked_workload, threads_of, usage_error_of, workload_arguments
 from dplab.errors import RankFailed, UsageError
 from dplab.peers.catalog import System, system
@@ -79,14 +80,18 @@ def compare(args: argparse.Namespace) -> Answer:
     if twice is not None:
         raise UsageError(f"system {twice!r} is given twice; name each system once")
     chosen = [system(name) for name in names]
+    on_links = dict(zip([each.name for each in chosen if each.strategy and not each.rival], settle(
+        args, [each.strategy for each in chosen if each.strategy and not each.rival]), strict=True))
     kwargs = checked_workload(args)
     unit = "samples" if workload(args.model).data == "images" else "tokens"
-    skipped = [{"strategy": each.name, "reason": each.missing()} for each in chosen if each.missing()]
+    missing = {each.name: _not_emulated(each, args) or each.missing() for each in chosen}
+    skipped = [{"strategy": name, "reason": reason} for name, reason in missing.items() if reason]
     for row in skipped:
         print(f"{row['strategy']} is skipped: {row['reason']}", file=sys.stderr)
     try:
         with contextlib.ExitStack() as worlds:      # each is closed, whatever closing another one raises
-            contenders = [_start(each, args, kwargs, worlds) for each in chosen if not each.missing()]
+            contenders = [_start(each, args, kwargs, worlds) for each in (
+                replace(each, strategy=on_links.get(each.name, "")) for each in chosen if not missing[each.name])]
             if not contenders:
                 raise UsageError("no system is left to compare; " + "; ".join(str(row["reason"]) for row in skipped))
             _take_turns(contenders, args.steps, min(args.block, args.steps))
@@ -96,11 +101,18 @@ def compare(args: argparse.Namespace) -> Answer:
     return Answer({"rows": rows, "baseline": contenders[0].name, "skipped": skipped}, _table(rows, unit))
 
 
+def _not_emulated(each: System, args: argparse.Namespace) -> str | None:
+    """Why it cannot run on emulated links, where those are asked for."""
+    if args.topology is None or not each.rival:
+        return None
+    return "its collectives do not go through dplab's, so no links can be emulated under them"
+
+
 def _start(each: System, args: argparse.Namespace, kwargs: dict[str, Any], worlds: contextlib.ExitStack) -> Contender:
     from dplab.launcher.launch import LABEL_LENGTH, launch
 
-    run = launch("dplab.peers.serve:serve", world_size=args.world_size, args=(each.name,), kwargs=kwargs,
-                 backend=each.backend or args.backend, threads=threads_of(args), detach=False,
+    run = launch("dplab.peers.serve:serve", world_size=args.world_size, args=(each.strategy or each.name,),
+                 kwargs=kwargs, backend=each.backend or args.backend, threads=threads_of(args), detach=False,
                  label=f"compare {each.name}"[:LABEL_LENGTH])
     world = KeptWorld(run, args.world_size)
     worlds.callback(world.close)

@@ -10,6 +10,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from dplab.commands.base import Answer, Verbs, count, learning_rate, seed, strategy_name, verb, whole_number
+from dplab.commands.links import emulated, link_arguments, settle
 from dplab.commands.measure import figures, progress
 from dplab.errors import RankFailed, RunError, RunFailed, UsageError
 from dplab.specs import Strategy
@@ -38,7 +39,9 @@ def add(verbs: Verbs) -> None:
 
 def workload_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments that `train` and `compare` share."""
-    parser.add_argument("--world-size", type=whole_number, default=2, metavar="N", help="ranks (default: 2)")
+    parser.add_argument("--world-size", type=whole_number, metavar="N", help="ranks (default: as many as the topology "
+                        "has, else 2)")
+    link_arguments(parser)
     about = "; ".join(f"{name}: {entry.about}" + (" (needs the extra: pip install 'dplab[images]')" * (
         entry.data == "images")) for name, entry in CATALOG.items())
     parser.add_argument("--model", default="tiny-gpt", help=f"{about} (default: tiny-gpt)")
@@ -98,8 +101,8 @@ def threads_of(args: argparse.Namespace) -> int | None:
 
 def train(args: argparse.Namespace) -> Answer:
     """Launches, shows progress, reports."""
-    strategy = Strategy.parse(strategy_name(args.strategy))
-    strategy.require_implemented()
+    Strategy.parse(strategy_name(args.strategy)).require_implemented()
+    (args.strategy,) = settle(args, [args.strategy])
     kwargs = {**checked_workload(args), "steps": args.steps}
 
     from dplab.launcher.launch import launch
@@ -108,8 +111,8 @@ def train(args: argparse.Namespace) -> Answer:
                  backend=args.backend, kwargs=kwargs, detach=False, label=args.label, threads=threads_of(args))
     print(f"run {run.path}", file=sys.stderr)
     results, summary = watch(run, args.steps)
-    data = {"strategy": args.strategy, "world_size": args.world_size, "backend": results[0]["backend"],
-            "steps": results[0]["steps"], **mean_losses(results), **figures(summary),
+    data = {"strategy": args.strategy, **emulated(args.strategy), "world_size": args.world_size,
+            "backend": results[0]["backend"], "steps": results[0]["steps"], **mean_losses(results), **figures(summary),
             "memory": results[0]["memory"], "wire": results[0]["wire"], "run_dir": str(run.path)}
     return Answer(data, _text(data, summary.unit))
 
@@ -215,6 +218,8 @@ def _text(data: dict[str, Any], unit: str) -> str:
                          + (f" over {data['backend']}" if data["world_size"] > 1 else ", which has nobody to talk to")),
             ("loss", f"{data['loss_first']:.4f} -> {data['loss_last']:.4f} in {count(data['steps'], 'step')}, "
                      f"mean over ranks")]
+    if "emulated" in data:
+        rows.append(("links", f"emulated: {data['emulated']}"))
     if data["step_ms_median"] is not None:
         rows.append(("step", f"{data['step_ms_median']:.1f} ms, of which {data['sync_ms_median']:.1f} ms exposed "
                              f"synchronisation (medians)"))
@@ -228,9 +233,16 @@ def _text(data: dict[str, Any], unit: str) -> str:
     for name, row in data["wire"].items():
         whole = f"{_size(row['bytes'])} sent by rank 0 in the whole run, {count(row['count'], 'time')}"
         rows.append(("wire", f"{name}: " + (f"{whole}, before the first step" if name == "init" else
-                                            f"{_size(row['bytes'] / data['steps'])} a step; {whole}")))
+                                            f"{_size(row['bytes'] / data['steps'])} a step"
+                                            f"{_between_hosts(row, data['steps'])}; {whole}")))
     rows.append(("run", data["run_dir"]))
     return "\n".join(f"{name:12}{value}" for name, value in rows)
+
+
+def _between_hosts(row: dict[str, Any], steps: int) -> str:
+    """What of it left the host, and what was lost on the way, as far as that is known."""
+    left = f" ({_size(row['across'] / steps)} of it between hosts)" if "across" in row else ""
+    return left + (f", off by {row['error']:.2g} (relative L2)" if row.get("error") is not None else "")
 
 
 def _size(size: float) -> str:

@@ -44,7 +44,9 @@ class System:
 def system(name: str) -> System:
     """By the name that `dplab compare` takes, a backend behind an @ where one is wanted (`torch:ddp@shm`); UsageError
     for one that is not known or not implemented."""
-    plain, at, backend = name.partition("@")
+    plain, at, backend = name.rpartition("@")
+    if not at or (backend not in BACKENDS and "+topology=" in plain):      # links are named behind an @ too
+        plain, at, backend = name, "", ""
     if at and backend not in BACKENDS:
         raise UsageError(f"system {name!r}: backend {backend!r} is not known; use one of {', '.join(BACKENDS)}")
     return replace(_system(plain), name=name, backend=backend or None)
