@@ -74,7 +74,7 @@ class Checkpoints:
         if wait:
             job.run(self._calls)
             return Saving(job.folder.path)
-        began = now()
+        began = self.trained.recorder.open("checkpoint", "snapshot")
         snapshot = Job(job.folder, job.rank, job.share.copied(), job.order, job.aliases, job.recorder, done)
         self._last = Saving(job.folder.path, lambda: snapshot.run(self._beside))
         self.trained.recorder.span("checkpoint", "snapshot", began, now(), bytes=snapshot.share.nbytes)
@@ -82,7 +82,7 @@ class Checkpoints:
 
     def load(self, place: Place, *, strict: bool, optimizer: bool, limit: float, parts: Mapping[str, Stateful]) -> int:
         """As `Engine.load`."""
-        what, began = f"engine.load({str(place)!r})", now()
+        what, began = f"engine.load({str(place)!r})", self.trained.recorder.open("checkpoint", "load")
         self._end_last()
         if is_tensor_file(place):
             return self._import(Path(place), what, strict=strict, limit=limit, parts=parts)
@@ -115,7 +115,7 @@ class Checkpoints:
         return int(general.get("steps", 0))
 
     def _export(self, file: Path, what: str, *, wait: bool, limit: float, parts: Mapping[str, Stateful]) -> Saving:
-        problem, began = None, now()
+        problem, began = None, self.trained.recorder.open("checkpoint", "save")
         try:
             self._refuse_inside(what)
             if parts or not wait:
@@ -136,7 +136,7 @@ class Checkpoints:
         return Saving(file)
 
     def _import(self, file: Path, what: str, *, strict: bool, limit: float, parts: Mapping[str, Stateful]) -> int:
-        problem, began = None, now()
+        problem, began = None, self.trained.recorder.open("checkpoint", "load")
         try:
             self._refuse_inside(what)
             if parts:

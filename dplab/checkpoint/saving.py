@@ -71,7 +71,7 @@ class Job:
 
     def run(self, calls: RollCall) -> None:
         """Writes, and completes or abandons; collective. Raises CheckpointError on every rank, with the first cause."""
-        began, what = now(), f"engine.save({str(self.folder.path)!r})"
+        began, what = self.recorder.open("checkpoint", "save"), f"engine.save({str(self.folder.path)!r})"
         written, problem = None, None
         from dplab.checkpoint import store  # torch's checkpoint package imports for half as long as torch itself
 

@@ -11,7 +11,7 @@ import torch
 
 from dplab.core.capture import Captures
 from dplab.errors import RunStopped
-from dplab.telemetry.recorder import Recorder, now
+from dplab.telemetry.recorder import Ranges, Recorder, now
 from dplab.telemetry.wishes import PAUSED
 
 LOOK_SECONDS = 0.02
@@ -24,6 +24,8 @@ class Boundary:
     def __init__(self, recorder: Recorder, device: torch.device) -> None:
         self.recorder = recorder
         self.captures = Captures(recorder, device)
+        if device.type == "cuda" and recorder.ranges is None:
+            recorder.ranges = Ranges(torch.cuda.nvtx.range_start, torch.cuda.nvtx.range_end)
 
     def cross(self, *, stop: bool, pause: bool) -> None:
         """Returns when the next step may begin. What the rank waited is a pause, which no step counts.

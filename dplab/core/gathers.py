@@ -51,7 +51,7 @@ class GatheredUnit:
     def issue(self) -> None:
         """SHARDED -> GATHERING."""
         if self.state is UnitState.SHARDED:
-            self._issued = now()
+            self._issued = self.recorder.open("unshard", self.name)
             for bucket in self.buckets:
                 bucket.params.unshard(bucket.index)
             self.state = UnitState.GATHERING
@@ -68,7 +68,7 @@ class GatheredUnit:
     def reshard(self) -> None:
         """-> SHARDED."""
         if self.state is not UnitState.SHARDED:
-            start, nbytes = now(), self._bytes()
+            start, nbytes = self.recorder.open("reshard", self.name), self._bytes()
             for bucket in self.buckets:
                 bucket.params.reshard()
             self.state = UnitState.SHARDED

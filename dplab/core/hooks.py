@@ -107,7 +107,7 @@ class ForwardHooks:
         if (self.ledger.due and torch.is_grad_enabled() and model.training and not in_backward()
                 and not in_transform()):
             around.enter_context(self.ledger.measuring())
-        self._under_way.append((now(), around))
+        self._under_way.append((self.reduction.recorder.open("forward", type(model).__name__), around))
         self.reduction.recorder.phase("forward")
         if self.chosen.param is None:
             return None

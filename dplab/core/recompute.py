@@ -82,7 +82,7 @@ class Recomputed:
             if not next(calls):
                 with self._measuring(args):
                     return self._call(*args, **kwargs)
-            start = now()
+            start = self.recorder.open("recompute", self.name)
             with _showing(before):
                 try:
                     return self._call(*args, **kwargs)

@@ -77,7 +77,7 @@ class Reduction:
         if self._open:
             return
         self.reopen()
-        self._open, self._began, self._weight = True, now(), weight
+        self._open, self._began, self._weight = True, self.recorder.open("backward", "backward"), weight
         closing = self.window.backwards + 1 >= self.accumulate
         self._reducing = self.syncing and (closing or self.every_backward)
         self._next = 0

@@ -140,7 +140,7 @@ class Engine:
         overflow = reduction.window.overflow
         if self.strategy.clip_grad_norm is not None and not overflow:
             self.clip_grad_norm_(self.strategy.clip_grad_norm)
-        began = now()
+        began = self._recorder.open("optimizer", type(self.optimizer).__name__)
         self._recorder.phase("optimizer")
         moved = not overflow and any(any(bucket.moved) for bucket in reduction.buckets)
         if moved:

@@ -87,6 +87,8 @@ class FileRecorder(Recorder):
         os.register_at_fork(after_in_child=lambda: _detach(reference()))
 
     def span(self, kind: str, name: str, t0: int, t1: int, **attrs: Any) -> None:
+        if self.ranges is not None:
+            self.ranges.close(kind, t0)
         self._append((kind, name, self.step, t0, t1, attrs))
 
     def gauge(self, name: str, **values: Any) -> None:

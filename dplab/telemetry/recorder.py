@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
@@ -13,14 +14,48 @@ from dplab.telemetry.wishes import Capture, Pause
 now = time.monotonic_ns
 
 
+class Ranges:
+    """Spans as another profiler's ranges (NVTX: Nsight Systems shows them by our names), which must be begun when they
+    begin. What was begun and never became a span (an exception came between) ends with its step."""
+
+    def __init__(self, start: Callable[[str], Any], end: Callable[[Any], None]) -> None:
+        self._start, self._end = start, end
+        self._open: dict[int, Any] = {}
+
+    def open(self, name: str) -> int:
+        """Begins a range; the moment, in ns, is its name for `close`."""
+        moment = now()
+        while moment in self._open:
+            moment += 1
+        self._open[moment] = self._start(name)
+        return moment
+
+    def close(self, kind: str, moment: int) -> None:
+        """Ends the range that began then, if one did; the end of a step ends whatever began before it did."""
+        due = [moment] if kind != "step" else [begun for begun in self._open if begun <= now()]
+        for begun in due:
+            handle = self._open.pop(begun, None)
+            if handle is not None:
+                self._end(handle)
+
+
 class Recorder:
     """Takes events and forgets them: what a program outside a run records into. A run's is a `FileRecorder`."""
 
     step = 0
     """Index of the step under way; the engine moves it on, every event carries it."""
 
+    ranges: Ranges | None = None
+    """where spans are shown to another profiler while they last; None where there is none"""
+
+    def open(self, kind: str, name: str) -> int:
+        """When a span begins: its `t0`. The profiler, if there is one, shows it from here on."""
+        return now() if self.ranges is None else self.ranges.open(f"{kind} {name}")
+
     def span(self, kind: str, name: str, t0: int, t1: int, **attrs: Any) -> None:
-        """Records a finished span; times from `now()`."""
+        """Records a finished span; times from `now()`, or `open()`."""
+        if self.ranges is not None:
+            self.ranges.close(kind, t0)
 
     def gauge(self, name: str, **values: Any) -> None:
         """Records values at this moment."""

@@ -265,7 +265,7 @@ class Collectives:
         if purpose in ("grads", "params"):
             self.counters.note(name, flat, label)
         self.recorder.phase(name, bucket=-1 if bucket is None else bucket)
-        issued = now()
+        issued = self.recorder.open("collective", f"{name} {label}" if label else name)
         work = start()
 
         def ended(work: Work, asked: int) -> None:

@@ -49,7 +49,7 @@ class Loader:
         order = self.order(self.epoch)
         end = len(order) - (len(order) % self.global_batch if self.drop_last else 0)
         while self._taken < end:
-            began = now()
+            began = self._recorder.open("data", "loader")
             mine = order[self._taken + self.world.rank:min(end, self._taken + self.global_batch):self.world.size]
             self._taken += self.global_batch
             if mine:
