@@ -33,7 +33,7 @@ def test_links_and_ranks_go_together(args, given, strategies, ranks):
 
 @pytest.mark.parametrize(("args", "given", "message"), [
     (asked("2x2@10gbe", 3), ["ddp"], r"topology '2x2@10gbe' has 4 ranks \(2 hosts x 2 ranks, 10GbE between hosts, "
-                                     r"PCIe4 inside\), and --world-size is 3; give --world-size 4, or another topology"),
+                                     r"PCIe4 inside\), and --world-size is 3; give --world-size 4, or another"),
     (asked(None, 3), ["ddp+topology=2x2@10gbe"], r"topology '2x2@10gbe' has 4 ranks .*, and --world-size is 3"),
     (asked("2x2@10gbe"), ["ddp+topology=2x1@10gbe"], r"--topology 2x2@10gbe and strategy 'ddp\+topology=2x1@10gbe' "
                                                      r"name different links; leave one out"),
