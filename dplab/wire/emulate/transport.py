@@ -84,9 +84,12 @@ class EmulatedWork:
 
     @property
     def done_at(self) -> int | None:
-        """When the links have carried it, once that is past."""
-        end = self._end or self._clocks.end(self._ticket)
-        return end if end is not None and end <= now() else None
+        """When the links have carried it and the data are there, once both is past."""
+        end, moved = self._end or self._clocks.end(self._ticket), self._work.done_at
+        if end is None or moved is None:
+            return None
+        later = max(end, moved)      # data that are only moved by who waits for them come after the links' time
+        return later if later <= now() else None
 
     def wait(self) -> None:
         if self._end is None:
