@@ -56,6 +56,8 @@ class Checkpoints:
         try:
             folder = Folder(place)
             self._refuse_moment(what)
+            # whoever goes on from here finds what the run has told up to here
+            self.trained.recorder.flush()
             folder.refuse_other_content()
             model, optimizer = ModelState(self.trained), OptimizerState(self.trained)
             for bucket in self.trained.buckets:

@@ -7,6 +7,7 @@ import os
 import re
 import statistics
 import sys
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from dplab.commands.base import Answer, Verbs, count, learning_rate, seed, strategy_name, verb, whole_number
@@ -35,6 +36,11 @@ def add(verbs: Verbs) -> None:
     parser.add_argument("--steps", type=whole_number, default=100, help="optimizer steps (default: 100)")
     workload_arguments(parser)
     parser.add_argument("--label", help="a name for the run, shown by dplab runs")
+    parser.add_argument("--checkpoint-every", type=whole_number, metavar="K", help="save all state after every K steps")
+    parser.add_argument("--max-restarts", type=whole_number, metavar="N", help="go on from the last checkpoint after a "
+                        "failure, N times at most")
+    parser.add_argument("--min-ranks", type=whole_number, metavar="M", help="restart without ranks that died, while M "
+                        "are left (default: with as many as before)")
 
 
 def workload_arguments(parser: argparse.ArgumentParser) -> None:
@@ -103,17 +109,21 @@ def train(args: argparse.Namespace) -> Answer:
     """Launches, shows progress, reports."""
     Strategy.parse(strategy_name(args.strategy)).require_implemented()
     (args.strategy,) = settle(args, [args.strategy])
-    kwargs = {**checked_workload(args), "steps": args.steps}
+    kwargs = {**checked_workload(args), "steps": args.steps, "checkpoint_every": args.checkpoint_every}
+    if args.min_ranks is not None and args.max_restarts is None:
+        raise UsageError("--min-ranks says how a run restarts; give --max-restarts too")
 
     from dplab.launcher.launch import launch
 
     run = launch("dplab.workloads.train:train", world_size=args.world_size, strategy=args.strategy,
-                 backend=args.backend, kwargs=kwargs, detach=False, label=args.label, threads=threads_of(args))
+                 backend=args.backend, kwargs=kwargs, detach=False, label=args.label, threads=threads_of(args),
+                 max_restarts=args.max_restarts or 0, min_ranks=args.min_ranks)
     print(f"run {run.path}", file=sys.stderr)
     results, summary = watch(run, args.steps)
     data = {"strategy": args.strategy, **emulated(args.strategy), "world_size": args.world_size,
             "backend": results[0]["backend"], "steps": results[0]["steps"], **mean_losses(results), **figures(summary),
-            "memory": results[0]["memory"], "wire": results[0]["wire"], "run_dir": str(run.path)}
+            "memory": results[0]["memory"], "wire": results[0]["wire"], "recomputed": results[0]["recomputed"],
+            "restarts": [asdict(restart) for restart in run.restarts], "run_dir": str(run.path)}
     return Answer(data, _text(data, summary.unit))
 
 
@@ -235,6 +245,10 @@ def _text(data: dict[str, Any], unit: str) -> str:
         rows.append(("wire", f"{name}: " + (f"{whole}, before the first step" if name == "init" else
                                             f"{_size(row['bytes'] / data['steps'])} a step"
                                             f"{_between_hosts(row, data['steps'])}; {whole}")))
+    if saved := sum(row["saved_bytes"] for row in data["recomputed"].values()):
+        cost = sum(row["ms"] for row in data["recomputed"].values())
+        rows.append(("recomputed", f"{_size(saved)} of activations not kept, for {cost:.1f} ms a backward on rank 0"))
+    rows += [("restarted", f"on {count(again['world_size'], 'rank')}: {again['why']}") for again in data["restarts"]]
     rows.append(("run", data["run_dir"]))
     return "\n".join(f"{name:12}{value}" for name, value in rows)
 

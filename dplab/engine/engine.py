@@ -257,6 +257,7 @@ class Engine:
         CheckpointError for a torn one. Weights alone: `optimizer=False`, or a .safetensors file."""
         self.zero_grad()
         self.steps = self.checkpoints.load(place, strict=strict, optimizer=optimizer, limit=limit, parts=parts)
+        self._recorder.step = self.steps
         return self.steps
 
     # ---- hooks

@@ -22,25 +22,31 @@ def failure_of(directory: RunDirectory) -> DplabError:
         return RunFailed(f"run {directory.path} failed: {_own_reason(directory)}")
     rank = ended["first"]
     error = _error_of(directory, rank)
-    end = next(found for found in ended["ranks"] if found["rank"] == rank)
-    size = len(ended["ranks"])
-    if error is not None:
-        where = f"in step {error['step']}" if error["step"] else "before its first step was done"
-        head = f"rank {rank} of {size} failed {where}: {error['type']}: {error['message']}"
-        trace = str(error["traceback"])
-    else:
-        head = f"rank {rank} of {size} {_how(end)}, last seen at {_standing(directory, rank)}"
-        trace = _tail(directory.rank(rank) / "stderr.log")
+    head = cause(directory, ended)
+    trace = str(error["traceback"]) if error is not None else _tail(directory.rank(rank) / "stderr.log")
     peers = [_peer(directory, other) for other in ended["collateral"]]
     told = f"{head}\n\n{trace.rstrip() or '(its stderr.log is empty)'}"
     if peers:
         told += "\n\nEnded because of it:\n" + "\n".join(peers)
+    if ended["reason"]:
+        told += f"\n\nAnd {ended['reason']}."
     returned = [end["rank"] for end in ended["ranks"] if end["how"] == "returned"]
     if returned and error is not None and error["type"].endswith("WireError"):
         told += (f"\n\nNothing failed on ranks {returned}: their function had returned while others still waited for "
                  f"them. Give every rank as many steps (dplab.loader does).")
     return RankFailed(f"{told}\n\nRun directory: {directory.path}", rank=rank, traceback=trace,
                       collateral=tuple(ended["collateral"]))
+
+
+def cause(directory: RunDirectory, ended: dict[str, Any]) -> str:
+    """How the first failing rank ended, in a sentence; `ended`: what stands in exit.json, or will."""
+    rank, size = ended["first"], len(ended["ranks"])
+    error = _error_of(directory, rank)
+    if error is None:
+        end = next(found for found in ended["ranks"] if found["rank"] == rank)
+        return f"rank {rank} of {size} {_how(end)}, last seen at {_standing(directory, rank)}"
+    where = f"in step {error['step']}" if error["step"] else "before its first step was done"
+    return f"rank {rank} of {size} failed {where}: {error['type']}: {error['message']}"
 
 
 def headline(directory: RunDirectory) -> str | None:

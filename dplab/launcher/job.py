@@ -15,6 +15,7 @@ from dplab.telemetry.rundir import RunDirectory
 RANK_VARIABLES = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK",
     "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE",
+    "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS", "DPLAB_LAUNCHED_SIZE",
     "DPLAB_RUN_DIR", "DPLAB_BACKEND", "DPLAB_STRATEGY", "DPLAB_RENDEZVOUS",
 )
 """Variables that place a rank: set by the launcher, never taken over from the launching process."""
@@ -22,7 +23,8 @@ RANK_VARIABLES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One run to start. `launcher` is whose death ends the run, None for a detached one; `threads` a rank."""
+    """One run to start. `launcher` is whose death ends the run, None for a detached one; `threads` a rank; `launched`
+    ranks were asked for; `restart` counts its restarts so far."""
 
     directory: str
     world_size: int
@@ -34,6 +36,10 @@ class Job:
     sys_path: list[str]
     launcher: Identity | None
     function: str
+    max_restarts: int = 0
+    min_ranks: int | None = None
+    launched: int = 0
+    restart: int = 0
 
     def to_json(self) -> str:
         """One line."""
@@ -66,7 +72,11 @@ class Job:
         environ |= {
             "RANK": str(rank), "WORLD_SIZE": str(self.world_size),
             "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(self.world_size),
-            "DPLAB_RUN_DIR": self.directory, "DPLAB_RENDEZVOUS": self.run.rendezvous,
+            "TORCHELASTIC_RESTART_COUNT": str(self.restart), "TORCHELASTIC_MAX_RESTARTS": str(self.max_restarts),
+            "DPLAB_LAUNCHED_SIZE": str(self.launched or self.world_size),
+            # those who died may have left theirs half written
+            "DPLAB_RUN_DIR": self.directory,
+            "DPLAB_RENDEZVOUS": self.run.rendezvous + (f"-{self.restart}" if self.restart else ""),
             "DPLAB_BACKEND": self.backend or "",
         }
         if self.strategy is not None:

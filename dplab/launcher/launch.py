@@ -44,6 +44,8 @@ def launch(
     threads: int | None = None,
     env: Mapping[str, str] | None = None,
     label: str | None = None,
+    max_restarts: int = 0,
+    min_ranks: int | None = None,
     root: str | os.PathLike[str] | None = None,
     warm: bool | None = None,
 ) -> Run:
@@ -55,13 +57,17 @@ def launch(
     `detach`: True: the run outlives this process, `dplab.attach` finds it again; False: it ends with it.
     `threads`: intra-operation threads a rank; None: OMP_NUM_THREADS, else the cores shared out evenly.
     `env`: variables for the ranks on top of this process's, which stays as it is.
+    `max_restarts`: after a failure all ranks start again, so many times at most; a program that saves through a
+    CheckpointManager and loads at its start goes on from there. `min_ranks`: ranks that died are left out, while so
+    many are left; None: every start has `world_size` ranks.
     `root`: folder for the run's directory; None: DPLAB_RUNS, else the user's data folder.
     `warm`: True or False forces the preloaded parent or fresh interpreters; None: what fits.
 
     UsageError: a value that is not allowed, arguments that do not fit the function, something that cannot travel.
     RunError: the run's directory or its first process cannot be made.
     """
-    spec = _check(payload.function_name(function), world_size, strategy, backend, detach, label)
+    spec = _check(payload.function_name(function), world_size, strategy, backend, detach, label,
+                  (max_restarts, min_ranks))
     if warm not in (True, False, None):
         raise UsageError(f"launch(warm={warm!r}) is not allowed; warm is True, False or None")
     cwd = _current_folder()
@@ -89,7 +95,7 @@ def launch_again(run: Run, *, strategy: Strategy | str | None, world_size: int |
     old = run.spec
     spec = _check(old.function, old.world_size if world_size is None else world_size,
                   old.strategy if strategy is None else strategy, old.backend, old.detach,
-                  old.label if label is None else label)
+                  old.label if label is None else label, (old.max_restarts, old.min_ranks))
     call = run._call or _found(run)
     if world_size is not None and world_size != old.world_size and run._call is None:
         call = replace(call, threads=_threads(None, world_size, call.environ))
@@ -117,7 +123,8 @@ def _launch(spec: RunSpec, call: Call) -> Run:
         directory=str(directory.path), world_size=spec.world_size, threads=call.threads,
         strategy=spec.strategy, backend=spec.backend, cwd=call.cwd, environ=call.environ,
         sys_path=[os.path.abspath(entry) for entry in sys.path],
-        launcher=Identity.of(os.getpid()) if not spec.detach else None, function=spec.function)
+        launcher=Identity.of(os.getpid()) if not spec.detach else None, function=spec.function,
+        max_restarts=spec.max_restarts, min_ranks=spec.min_ranks)
     _start(directory, job, call.encoded, call.warm)
     run = Run(directory)
     run._call = call
@@ -140,7 +147,7 @@ def _start(directory: RunDirectory, job: Job, call: bytes, warm: bool | None) ->
 
 
 def _check(name: str, world_size: int, strategy: Strategy | str | None, backend: str | None,
-           detach: bool, label: str | None) -> RunSpec:
+           detach: bool, label: str | None, restarts: tuple[int, int | None]) -> RunSpec:
     _check_label(label)
     if strategy is not None:
         strategy = Strategy.parse(strategy)
@@ -151,7 +158,7 @@ def _check(name: str, world_size: int, strategy: Strategy | str | None, backend:
     if not isinstance(detach, bool):
         raise UsageError(f"launch(detach={detach!r}) is not allowed; detach is True or False")
     spec = RunSpec(function=name, world_size=world_size, strategy=None if strategy is None else str(strategy),
-                   backend=backend, detach=detach, label=label)
+                   backend=backend, detach=detach, label=label, max_restarts=restarts[0], min_ranks=restarts[1])
     if (reason := too_many(world_size)) is not None:
         raise UsageError(f"launch(world_size={world_size}) is not allowed; {reason}")
     return spec

@@ -40,6 +40,12 @@ class Sampling:
         except (RunError, OSError) as error:
             self.notes.append(f"utilization is missing from here on: {error}")
 
+    def close(self) -> None:
+        """Takes no more of them."""
+        for file, _ in self._ranks or ():
+            file.close()
+        self._ranks = []
+
     def _open(self) -> list[tuple[EventFile, utilization.Sampler]]:
         gpus = utilization.Gpus()  # after the last fork: NVML's handles stay out of the ranks
         visible = utilization.visible_gpus(self._job.environ, len(gpus))

@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 
 import psutil
 
-from dplab.launcher import linux
+from dplab.launcher import linux, restarts
 from dplab.launcher.job import Job
 from dplab.launcher.sampling import Sampling
 from dplab.launcher.verdict import RankEnd, decide
@@ -45,21 +45,37 @@ class Supervisor:
     def __init__(self, job: Job, start_rank: StartRank) -> None:
         self._job = job
         self._start_rank = start_rank
+        self._reason: str | None = None
+        self._stop_requested = False
+        self._stop_grace = float("inf")
+        self._wakeup = _wake_on_signals(self._on_signal)
+        self._signals: list[int] = []
+        self._begin()
+
+    def _begin(self) -> None:
+        """What is known of the ranks that are about to start: nothing."""
         self._live: dict[int, int] = {}  # pid -> rank
         self._ends: list[RankEnd] = []
         self._left: dict[int, float] = {}  # rank -> when its result or error was first seen
         self._hurried: set[int] = set()
-        self._reason: str | None = None
-        self._stop_requested = False
-        self._stop_grace = float("inf")
         self._term_at: float | None = None
         self._termed_ns: int | None = None
         self._kill_at: float | None = None
-        self._wakeup = _wake_on_signals(self._on_signal)
-        self._signals: list[int] = []
 
     def run(self) -> None:
-        """From the first rank to exit.json."""
+        """From the first rank to exit.json, by way of restarts."""
+        notes: list[str] = []
+        while True:
+            verdict = self._attempt(notes)
+            job, why_not = restarts.again(self._job, verdict, self._ends)
+            if job is None:
+                break
+            self._job = job
+            self._begin()
+        self._finish({**verdict, "reason": verdict["reason"] or why_not, "notes": notes})
+
+    def _attempt(self, notes: list[str]) -> dict[str, Any]:
+        """From the first rank's start to the last one's end; how they ended."""
         self._write_pids([])
         self._look_at_wishes()
         if not self._stop_requested:
@@ -75,9 +91,10 @@ class Supervisor:
             self._look_at_leavers()
             self._end_what_is_due()
             sampling.sample_if_due()
+        sampling.close()
+        notes += sampling.notes
         _kill_descendants()
-        verdict = decide(self._ends, stop_requested=self._stop_requested, reason=self._why())
-        self._finish({**verdict, "notes": sampling.notes})
+        return decide(self._ends, stop_requested=self._stop_requested, reason=self._why())
 
     def fail(self, reason: str) -> None:
         """Ends what lives and records a failure of the supervisor itself."""
@@ -97,7 +114,7 @@ class Supervisor:
         if not self._job.run.path.is_dir():
             return
         (self._job.run.path / "call.pkl").unlink(missing_ok=True)
-        for rank in range(self._job.world_size):
+        for rank in range(self._job.launched or self._job.world_size):
             release(self._job.rank_directory(rank) / "error.json")
         write_reserved(self._job.run.path / "exit.json", {**values, "ended": time.time_ns()})
 

@@ -32,6 +32,11 @@ class RankEnd:
         return not self.forced and not left_well
 
     @property
+    def died(self) -> bool:
+        """It failed without a word of its own: killed from outside, or by a library."""
+        return self.failed and self.error is None and not self.tells_of_a_peer
+
+    @property
     def tells_of_a_peer(self) -> bool:
         """Its failure is what a lost peer looks like: an error of the wire, or NCCL's watchdog aborting."""
         return self.status == -signal.SIGABRT if self.error is None else bool(self.error["wire"])

@@ -20,6 +20,7 @@ Kinds and what their `attrs` hold (bytes and ns are integers):
 | gauge | process | `private` and `resident` bytes of the process; like utilization sampled by the supervisor |
 | gauge | loss | `value`: this rank's mean over the backwards of the window; a run's loss is the mean over ranks |
 | gauge | any other | whatever the program recorded |
+| restart | run | `number`, `world_size` (ranks from then on), `why`; `step` is the first that is trained again: what came before of it and of later ones is void |
 | pause | any | -; the program waited and did not train: steps are counted without it |
 | log | any | `text` |
 """

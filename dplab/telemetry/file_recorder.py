@@ -25,6 +25,8 @@ from dplab.telemetry.state import StatePage
 from dplab.telemetry.wishes import Capture, Pause, read_capture, read_pause
 
 FLUSH_SECONDS = 0.2
+_TAIL = 1 << 24
+"""Bytes in which the last line of a file surely lies."""
 
 _Record = tuple[str, str, int, int, int, dict[str, Any]]
 
@@ -34,13 +36,23 @@ class EventFile:
 
     def __init__(self, path: Path, rank: int, **header: Any) -> None:
         self.path = path
-        self._handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        self._handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
         self._unwritten = b""
         self._encode = json.JSONEncoder(separators=(",", ":"), default=_plain).encode
         self._rank = rank
         anchor = {"schema": SCHEMA, "rank": rank, "pid": os.getpid(), "host": platform.node(),
                   "monotonic": time.monotonic_ns(), "wall": time.time_ns(), **header}
-        self._write(self._encode(anchor).encode() + b"\n")
+        if not self._goes_on():
+            self._write(self._encode(anchor).encode() + b"\n")
+
+    def _goes_on(self) -> bool:
+        """Whether a rank of this number has written here before a restart; the line in which it was killed goes."""
+        size = os.fstat(self._handle).st_size
+        start = max(0, size - _TAIL)
+        whole = os.pread(self._handle, _TAIL, start).rfind(b"\n") + 1
+        if start + whole < size:
+            os.ftruncate(self._handle, start + whole)
+        return start + whole > 0
 
     def write(self, records: list[_Record]) -> None:
         """Appends records `(kind, name, step, t0, t1, attrs)`; RunError on a full disk, which loses none of them."""

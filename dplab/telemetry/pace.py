@@ -25,6 +25,10 @@ class Pace:
         """Takes an event; ns of the step that it ends, pauses left out, None for any other event."""
         if event.kind == "step":
             return self._take_step(event)
+        if event.kind == "restart":
+            self._steps_of.clear()
+            self._steps_of.update(dict.fromkeys(range(int(number(event, "world_size") or 1)), event.step))
+            self.steps = event.step
         if event.kind == "data":
             samples = int(number(event, "samples") or 0)
             self._samples += samples

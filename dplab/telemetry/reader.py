@@ -14,6 +14,7 @@ from typing import Any
 from dplab.errors import RunError
 from dplab.specs import RunSpec
 from dplab.telemetry.events import SCHEMA, Event
+from dplab.telemetry.restarts import Restart, continuous, read_restarts
 from dplab.telemetry.rundir import RunDirectory, require_run
 from dplab.telemetry.state import RankState, read_state
 
@@ -104,6 +105,8 @@ class RunReader:
         self.directory: RunDirectory = require_run(Path(path))
         self._spec = self.directory.spec
         self._cursors: dict[tuple[int, str], EventCursor] = {}
+        self._restarts = 0
+        self._pending: list[Restart] = []
 
     @property
     def path(self) -> Path:
@@ -126,16 +129,23 @@ class RunReader:
         return sorted(int(path.name[5:]) for path in self.path.glob("rank-*") if path.name[5:].isdigit())
 
     def poll(self) -> list[Event]:
-        """Events of all ranks that are new since the last call, by the time at which they ended."""
+        """Events of all ranks that are new since the last call, by the time at which they ended.
+
+        Of a run that was restarted one continuous run: steps that were trained again count as they were the last
+        time, as far as they come in one call. An event `restart` says from which step on; who has kept earlier ones
+        drops them from there.
+        """
         events: list[Event] = []
+        restarts = read_restarts(self.path)
+        self._pending += restarts[self._restarts:]
+        self._restarts = len(restarts)
         for rank in self.ranks:
             for name in EVENT_FILES:
                 key = (rank, name)
                 if key not in self._cursors:
                     self._cursors[key] = EventCursor(self.directory.rank(rank) / name, rank)
                 events += self._cursors[key].poll()
-        events.sort(key=lambda event: event.t1)
-        return events
+        return continuous(events, self._pending)
 
     def header(self, rank: int, *, file: str = "events.jsonl") -> dict[str, Any] | None:
         """A rank's header line: `monotonic` and `wall` are one moment in ns, `host`, `pid`; None before it is there.

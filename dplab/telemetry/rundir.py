@@ -3,6 +3,7 @@
     run.json            what was asked: spec, versions, schema
     starter.json        the process from which the supervisor comes
     pids.json           supervisor and ranks, each pid with its creation time
+    restarts.json       restarts so far; absent where there was none
     exit.json           how the run ended; absent while it runs
     control/            what somebody asked of the run (`wishes`): stop, pause, profile
     rank-<r>/           events.jsonl, utilization.jsonl, stdout.log, stderr.log, state, result.pkl, error.json
@@ -24,6 +25,7 @@ from dplab.telemetry import wishes
 from dplab.telemetry.events import SCHEMA
 from dplab.telemetry.files import damaged, read_json, reserve, write_json
 from dplab.telemetry.process import Identity
+from dplab.telemetry.restarts import Restart, read_restarts
 from dplab.telemetry.state import read_state
 
 DAMAGED = "damaged"
@@ -31,7 +33,7 @@ DAMAGED = "damaged"
 _WRITTEN_ENDS = ("finished", "failed", "stopped")
 ENDED = (*_WRITTEN_ENDS, DAMAGED)
 """States in which nothing more is to come."""
-STATES = ("starting", "running", "paused", "stopping", *ENDED)
+STATES = ("starting", "running", "restarting", "paused", "stopping", *ENDED)
 STOP_SECONDS = 10.0
 """How long a run that is asked to stop may take to end by itself, where nobody says otherwise."""
 
@@ -108,6 +110,16 @@ class RunDirectory:
             return RunSpec.from_dict(values)
         except (TypeError, AttributeError, UsageError) as error:
             raise damaged(self.path / "run.json", f"its spec is not one ({error})") from error
+
+    def restarts(self) -> list[Restart]:
+        """Restarts so far, in order."""
+        return read_restarts(self.path)
+
+    @property
+    def world_size(self) -> int:
+        """Ranks that the run has now: those that were asked for, or those that the last restart left."""
+        restarts = self.restarts()
+        return restarts[-1].world_size if restarts else self.spec.world_size
 
     def exit(self) -> dict[str, Any] | None:
         """`exit.json`, None before the end: `state`, `first`, `collateral`, `reason`, `ranks`."""
@@ -191,14 +203,14 @@ class RunDirectory:
             return "stopping"
         processes = self.processes()
         if processes is None or not processes["ranks"]:
-            return "starting"
+            return "restarting" if self.restarts() else "starting"
         return "paused" if self._paused() else "running"
 
     def _paused(self) -> bool:
         """True where every rank waits because somebody asked for it."""
         if not wishes.read_pause(self.control).asked:
             return False
-        pages = (read_state(self.rank(rank) / "state") for rank in range(self.spec.world_size))
+        pages = (read_state(self.rank(rank) / "state") for rank in range(self.world_size))
         return all(page is not None and page.phase == wishes.PAUSED for page in pages)
 
     def request_stop(self, grace: float) -> None:

@@ -41,6 +41,8 @@ class Summary:
                 self._take_collective(event)
             elif event.kind == "gauge":
                 self._take_gauge(event)
+            elif event.kind == "restart":
+                self._take_restart(event)
         return self
 
     @property
@@ -76,6 +78,11 @@ class Summary:
         if self.tokens_per_s is not None:
             parts.append(f"{self.tokens_per_s:,.0f} {self.unit}/s")
         return ", ".join(parts)
+
+    def _take_restart(self, event: Event) -> None:
+        for step in [step for step in self._losses if step >= event.step]:
+            del self._losses[step]
+        self._loss_ranks = {rank for rank in self._loss_ranks if rank < int(number(event, "world_size") or 1)}
 
     def _take_collective(self, event: Event) -> None:
         self._exposed[event.rank, event.step] += int(number(event, "exposed") or 0)

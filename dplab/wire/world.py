@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+from torch.distributed.rendezvous import rendezvous
 
 from dplab.errors import UsageError
 from dplab.telemetry import recorder
@@ -154,8 +156,8 @@ def _meeting(place: dict[str, Any]) -> dict[str, Any]:
     attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
     if not attempt or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or place["rendezvous"] != "env://":
         return {"init_method": place["rendezvous"]}
-    store, _, _ = next(dist.rendezvous("env://", place["rank"], place["size"], timeout=TIMEOUT))
-    return {"store": dist.PrefixStore(f"attempt-{attempt}", store)}
+    store, _, _ = next(rendezvous("env://", place["rank"], place["size"], timeout=TIMEOUT))
+    return {"store": PrefixStore(f"attempt-{attempt}", store)}
 
 
 def _environment() -> dict[str, Any]:
