@@ -33,7 +33,14 @@ class Source:
 
 
 _PROCESS_SOURCES = (Source("cpu", "percent of one core"), Source("private", "bytes"), Source("resident", "bytes"))
-_GPU_UNITS = {"gpu": "percent", "gpu_memory": "bytes", "power": "watts", "temperature": "degrees Celsius"}
+_TRAFFIC = ("pcie_sent", "pcie_received", "nvlink_sent", "nvlink_received")
+_GPU_UNITS = {"gpu": "percent", "gpu_memory": "bytes", "power": "watts", "temperature": "degrees Celsius",
+              **dict.fromkeys(_TRAFFIC, "bytes a second")}
+TRAFFIC_SECONDS = 4.0
+"""How often traffic is asked for: NVML watches the PCIe link for 20 ms to answer."""
+_NVLINK_FIELDS = (138, 139)
+"""NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX and _RX: KiB so far, of all links together where the scope is _ALL_LINKS."""
+_ALL_LINKS = 0xFFFFFFFF
 
 
 def sources(gpus: Gpus | None = None) -> dict[str, Source]:
@@ -48,6 +55,8 @@ class Gpus:
         self._nvml: Any = None
         self._handles: list[Any] = []
         self.reason: str | None = None
+        self._traffic_at: dict[Any, float] = {}
+        self._linked: dict[Any, tuple[float, list[float]]] = {}
         try:
             self._nvml = importlib.import_module("pynvml")
             self._nvml.nvmlInit()
@@ -68,11 +77,13 @@ class Gpus:
         found: dict[str, float] = {}
         for handle in self._handles:
             found |= self._read(handle)
+        if self._linked:      # a rate takes two readings
+            found |= dict.fromkeys(_TRAFFIC[2:], 0.0)
         return [Source(name, unit, None if name in found else "no GPU here reports it")
                 for name, unit in _GPU_UNITS.items()]
 
     def of_process(self, pid: int) -> dict[str, float]:
-        """Gauges of the GPUs that a process uses: percent, power and temperature the mean, memory the sum.
+        """Gauges of the GPUs that a process uses: percent, power and temperature the mean, memory and traffic the sum.
 
         `gpu_memory` is what is in use on the whole device. Empty where the process holds no CUDA context yet,
         and where NVML cannot name processes (another pid namespace): the caller then asks by index.
@@ -101,13 +112,43 @@ class Gpus:
                 values[name] = float(read())
             except self._errors():  # this GPU does not report it: the name stays absent, sources() says why
                 continue
+        moment = time.monotonic()
+        if moment >= self._traffic_at.get(handle, moment):
+            self._traffic_at[handle] = moment + TRAFFIC_SECONDS
+            values |= self._pcie(handle) | self._nvlink(handle, moment)
         return values
+
+    def _pcie(self, handle: Any) -> dict[str, float]:
+        """Bytes a second over the PCIe link, as the GPU sends and receives."""
+        try:
+            return {name: 1e3 * float(self._nvml.nvmlDeviceGetPcieThroughput(handle, counter))
+                    for counter, name in enumerate(_TRAFFIC[:2])}
+        except (AttributeError, *self._kinds()):
+            return {}
+
+    def _nvlink(self, handle: Any, moment: float) -> dict[str, float]:
+        """Bytes a second over all NVLinks since the last time; nothing the first time, and without such links."""
+        try:
+            told = self._nvml.nvmlDeviceGetFieldValues(handle, [(field, _ALL_LINKS) for field in _NVLINK_FIELDS])
+            counters = [1024.0 * field.value.ullVal for field in told if not field.nvmlReturn]
+        except (AttributeError, TypeError, *self._kinds()):
+            return {}
+        if len(counters) < len(_NVLINK_FIELDS):
+            return {}
+        before, self._linked[handle] = self._linked.get(handle), (moment, counters)
+        if before is None or moment <= before[0]:
+            return {}
+        return {name: max(0.0, now - then) / (moment - before[0])
+                for name, now, then in zip(_TRAFFIC[2:], counters, before[1], strict=True)}
 
     def _pids(self, handle: Any) -> set[int]:
         try:
             return {found.pid for found in self._nvml.nvmlDeviceGetComputeRunningProcesses(handle)}
         except self._errors():
             return set()
+
+    def _kinds(self) -> tuple[type[Exception], ...]:
+        return () if self._nvml is None else (self._nvml.NVMLError,)
 
     def _errors(self) -> type[Exception] | tuple[()]:
         return () if self._nvml is None else self._nvml.NVMLError
@@ -161,5 +202,5 @@ def _combine(readings: list[dict[str, float]]) -> dict[str, float]:
     combined: dict[str, float] = {}
     for name in {name for reading in readings for name in reading}:
         values = [reading[name] for reading in readings if name in reading]
-        combined[name] = sum(values) if name == "gpu_memory" else sum(values) / len(values)
+        combined[name] = sum(values) if name in ("gpu_memory", *_TRAFFIC) else sum(values) / len(values)
     return combined

@@ -85,7 +85,8 @@ class WirePanel:
             value += f", {short(totals['theory'])} predicted"
             said += f", {short(totals['theory'])} predicted{_parts(told)}"
         if wrong:
-            value, said = f"{value}: they differ", f"{said}: {' and '.join(wrong)} not as predicted"
+            value = f"{short(totals['sent'])} MB sent, {short(totals['theory'])} predicted: they differ"
+            said += f": {' and '.join(wrong)} not as predicted"
         if not any(totals.values()):
             return Chart(key="wire", title=title, x_label="MB", y_label="", rank=rank, note="nothing is sent",
                          marks=(Text(text="nothing is sent"),))

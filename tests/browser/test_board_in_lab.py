@@ -30,7 +30,20 @@ pytestmark = [
 ]
 NOTEBOOKS = sorted((REPOSITORY / "notebooks").glob("*.ipynb"))
 QUICKSTART = "01-quickstart.ipynb"
-REPLAY, SMALL = "replay.ipynb", "small.ipynb"
+REPLAY, SMALL, STEERED = "replay.ipynb", "small.ipynb", "steered.ipynb"
+STEERING = """import dplab
+def train():
+    import sys
+    import torch
+    engine = dplab.parallelize(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)), torch.optim.AdamW)
+    print("rank", dplab.init().rank, "trains")
+    print("a warning", file=sys.stderr)
+    for _ in range(100_000):
+        engine.backward(engine(torch.ones(256, 64)).square().mean())
+        engine.step()
+run = dplab.launch(train, world_size=2, strategy="zero2", detach=False)"""
+STEP_IS = "step => Number(document.querySelector('.dplab-board').dataset.step) === step"
+STATE_IS = "state => document.querySelector('.dplab-board').dataset.state === state"
 GONE = "() => !document.querySelector('.dplab-board')"
 COLOURS = """() => [...document.querySelectorAll('.dplab-board canvas')].map(canvas => {
   const pixels = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data, seen = new Set();
@@ -55,10 +68,9 @@ def lab(tmp_path_factory):
     shutil.copy(REPOSITORY / "notebooks" / QUICKSTART, root)
     cells = ["from tests.widgets.replay import ReplayRun\nfrom dplab.widgets.board import Board\nrun = ReplayRun()",
              "board = Board(run)\nboard", "import time\ntime.sleep(6)"]
-    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells], metadata={
-        "kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}})
-    for name in (REPLAY, SMALL):                     # a kernel each
-        nbformat.write(notebook, root / name)
+    for name, told in ((REPLAY, cells), (SMALL, cells), (STEERED, [STEERING, "run.dashboard(hz=4)"])):   # a kernel each
+        nbformat.write(nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in told], metadata={
+            "kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}), root / name)
     server = Lab(root, folder / "scratch", ci=True)
     yield server
     server.close()
@@ -88,13 +100,14 @@ def test_notebook_01_shows_a_moving_board_and_saves_a_still_one(lab, page, tmp_p
     assert int(after["seq"]) > int(before["seq"])
     assert int(after["redraws"]) > int(before["redraws"])
     drawn = page.evaluate(COLOURS)
-    assert len(drawn) == 6
+    assert len(drawn) == 9                           # one a panel, in the board's order
     orange, blue, vermillion, pink = 0xE69F00, 0x0072B2, 0xD55E00, 0xCC79A7
     assert vermillion in drawn[0]                    # the smoothed loss
-    assert blue in drawn[2]                          # backward, and buckets against it
-    assert orange in drawn[2]
-    assert {orange, pink} <= set(drawn[3])           # gradients and parameters sent
-    assert {blue, orange} <= set(drawn[4])           # parameters and gradients in memory
+    assert {blue, vermillion} <= set(drawn[2])       # backward and exposed synchronisation, rank by rank
+    assert {blue, orange} <= set(drawn[3])           # backward, and buckets against it
+    assert {orange, pink} <= set(drawn[4])           # gradients and parameters sent
+    assert {blue, orange} <= set(drawn[5])           # parameters and gradients in memory
+    assert blue in drawn[7]                          # who holds what
     page.locator(".dplab-board").screenshot(path=str(tmp_path / "board.png"))
 
     page.wait_for_function(GONE, timeout=60_000)     # the run was stopped: the picture stays
@@ -150,7 +163,7 @@ def test_board_follows_theme_rank_reload_and_its_stop_button(lab, page, tmp_path
                            "return ground < ink; }", timeout=30_000)
     page.locator(".dplab-board").screenshot(path=str(tmp_path / "dark.png"))
 
-    page.locator(".dplab-board select").select_option("1")
+    page.get_by_label("rank shown").select_option("1")
     page.wait_for_function("() => document.querySelector('.dplab-steps b').textContent === 'Step time, rank 1'")
 
     # a kernel that is busy when the page comes back does not tell it in time which widgets there are
@@ -166,3 +179,42 @@ def test_board_follows_theme_rank_reload_and_its_stop_button(lab, page, tmp_path
     page.wait_for_function("() => document.querySelector('.dplab-board').dataset.state === 'stopped'", timeout=30_000)
     assert not page.get_by_role("button", name="Stop run").is_visible()
     page.screenshot(path=str(tmp_path / "stopped.png"))
+
+
+def test_a_run_is_paused_stepped_looked_back_at_and_relaunched_from_the_page(lab, page, tmp_path):
+    open_notebook(page, lab, STEERED)
+    command(page, "application:toggle-left-area")
+    command(page, "notebook:run-all-cells")
+    page.wait_for_function(AT_STEP, arg=20, timeout=90_000)
+    page.get_by_role("button", name="Pause").click()
+    page.wait_for_function(STATE_IS, arg="paused", timeout=30_000)
+    page.wait_for_timeout(1000)                      # the last events reach the page
+    steps = int(board_data(page)["step"])
+    page.get_by_role("button", name="Step", exact=True).click()
+    page.wait_for_function(STEP_IS, arg=steps + 1, timeout=30_000)
+
+    slider = page.get_by_label("step shown")
+    slider.evaluate("slider => { slider.value = 7; slider.dispatchEvent(new Event('input')); }")
+    page.wait_for_function(STEP_IS, arg=7, timeout=30_000)
+    page.wait_for_function("() => document.querySelector('.dplab-sync b').textContent.endsWith('step 6')")
+    page.locator(".dplab-board").screenshot(path=str(tmp_path / "past.png"))
+    page.get_by_role("button", name="Live").click()
+    page.wait_for_function(STEP_IS, arg=steps + 1, timeout=30_000)
+    printed = page.locator(".dplab-logs pre").inner_text()
+    assert sorted(printed.split("\n")[:4]) == ["0 a warning", "0 rank 0 trains", "1 a warning", "1 rank 1 trains"]
+    page.get_by_label("ownership shown").select_option("publish")
+    page.wait_for_function("() => document.querySelector('.dplab-ownership b').textContent.endsWith('publish')")
+
+    page.get_by_role("button", name="Resume").click()
+    page.wait_for_function(AT_STEP, arg=steps + 20, timeout=30_000)
+    page.get_by_label("strategy to relaunch under").select_option("zero3")
+    page.get_by_role("button", name="Relaunch").click()
+    page.wait_for_function("() => document.querySelector('.dplab-facts').textContent.includes('zero3')", timeout=60_000)
+    page.wait_for_function(AT_STEP, arg=5, timeout=60_000)
+    page.locator(".dplab-board").screenshot(path=str(tmp_path / "relaunched.png"))
+    assert page.get_by_label("run to compare with").locator("option").count() >= 2
+    page.get_by_role("button", name="Stop run").click()
+    page.wait_for_function(GONE, timeout=60_000)
+    said = outputs(page)
+    assert len(said) == 1
+    assert "zero3, 2 ranks, stopped" in said[0]

@@ -45,6 +45,18 @@ class Nvml:
     def nvmlDeviceGetTemperature(self, handle: int, kind: int) -> int:
         return 50 + handle
 
+    def nvmlDeviceGetPcieThroughput(self, handle: int, counter: int) -> int:
+        if handle == 1:
+            raise NvmlError("Not Supported")
+        return [300, 400][counter]      # KB a second
+
+    def nvmlDeviceGetFieldValues(self, handle: int, fields: list[tuple[int, int]]) -> list[Any]:
+        """KiB so far; the second GPU has no NVLink."""
+        assert [field for field, _ in fields] == [138, 139]
+        self.sent = getattr(self, "sent", 0) + 2000
+        return [SimpleNamespace(nvmlReturn=handle, value=SimpleNamespace(ullVal=count))
+                for count in (self.sent, 2 * self.sent)]
+
     def nvmlDeviceGetComputeRunningProcesses(self, handle: int) -> list[Any]:
         return [SimpleNamespace(pid=100)] if handle == 0 else []
 
@@ -56,7 +68,8 @@ def gpus(monkeypatch: pytest.MonkeyPatch, nvml: Any) -> utilization.Gpus:
 
 def test_gauges_of_a_process_and_of_a_gpu_by_index(monkeypatch: pytest.MonkeyPatch) -> None:
     found = gpus(monkeypatch, Nvml())
-    assert found.of_process(100) == {"gpu": 40, "gpu_memory": 1000, "power": 250, "temperature": 50}
+    assert found.of_process(100) == {"gpu": 40, "gpu_memory": 1000, "power": 250, "temperature": 50,
+                                     "pcie_sent": 300e3, "pcie_received": 400e3}
     assert found.of_process(101) == {}
     assert found.at(1) == {"gpu": 60, "gpu_memory": 2000, "temperature": 51}
     assert found.at(2) == {}
@@ -66,7 +79,21 @@ def test_gauges_of_a_process_and_of_a_gpu_by_index(monkeypatch: pytest.MonkeyPat
 def test_a_process_on_two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     nvml = Nvml()
     monkeypatch.setattr(nvml, "nvmlDeviceGetComputeRunningProcesses", lambda handle: [SimpleNamespace(pid=7)])
-    assert gpus(monkeypatch, nvml).of_process(7) == {"gpu": 50, "gpu_memory": 3000, "power": 250, "temperature": 50.5}
+    assert gpus(monkeypatch, nvml).of_process(7) == {"gpu": 50, "gpu_memory": 3000, "power": 250, "temperature": 50.5,
+                                                     "pcie_sent": 300e3, "pcie_received": 400e3}
+
+
+def test_traffic_is_asked_for_now_and_then_and_nvlink_s_is_a_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    moment = [100.0]
+    monkeypatch.setattr(utilization.time, "monotonic", lambda: moment[0])
+    found = gpus(monkeypatch, Nvml())
+    assert set(found.at(0)) == {"gpu", "gpu_memory", "power", "temperature", "pcie_sent", "pcie_received"}
+    moment[0] += 1
+    assert "pcie_sent" not in found.at(0)      # asked for a second ago
+    moment[0] += 4
+    told = found.at(0)
+    assert (told["nvlink_sent"], told["nvlink_received"]) == (2000 * 1024 / 5, 4000 * 1024 / 5)
+    assert not {"nvlink_sent", "pcie_sent"} & set(found.at(1))
 
 
 def test_no_driver_is_said_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,7 +34,7 @@ def test_bars_are_the_bytes_of_a_step_gradients_first():
         ("sent", "disagree", pytest.approx(REDUCED), pytest.approx(REDUCED + GATHERED)),
         ("theory", "reduce", 0, half), ("theory", "gather", half, 2 * half)]
     assert chart.title == "Wire, rank 1"
-    assert chart.value == "0.0164 MB sent in a step, 16 predicted: they differ"
+    assert chart.value == "0.0164 MB sent, 16 predicted: they differ"
     assert chart.alert
     assert chart.note == ("0.0164 MB sent in a step (reduce_scatter 0.0123, all_gather 0.0041), "
                           "16 predicted (reduce_scatter 8, all_gather 8): all_gather and reduce_scatter not as "
