@@ -75,6 +75,7 @@ class Gpus:
         if self.reason is not None:
             return [Source(name, unit, self.reason) for name, unit in _GPU_UNITS.items()]
         found: dict[str, float] = {}
+        self._traffic_at.clear()
         for handle in self._handles:
             found |= self._read(handle)
         if self._linked:      # a rate takes two readings

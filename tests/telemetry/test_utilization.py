@@ -119,7 +119,9 @@ def test_no_gpu_no_package_and_a_quantity_that_none_reports(monkeypatch: pytest.
     nvml = Nvml()
     monkeypatch.setattr(nvml, "nvmlDeviceGetHandleByIndex", lambda index: 1)
     reasons = {source.name: source.reason for source in gpus(monkeypatch, nvml).sources}
-    assert reasons == {"gpu": None, "gpu_memory": None, "power": "no GPU here reports it", "temperature": None}
+    unreported = ("power", "pcie_sent", "pcie_received", "nvlink_sent", "nvlink_received")
+    assert reasons == {"gpu": None, "gpu_memory": None, "temperature": None,
+                       **dict.fromkeys(unreported, "no GPU here reports it")}
 
 
 def test_visible_gpus() -> None:
