@@ -38,7 +38,7 @@ MAY_IMPORT = {
     "views": PURE | {"layout", "telemetry", "planner", "cards"},
     "widgets": PURE | {"views", "launcher", "telemetry", "planner", "cards", ""},
     "commands": PURE | {"telemetry", "planner", "views", "launcher", "resources", "cards", "topology",
-                        "workloads.catalog", "workloads.corpora", "workloads.races", "peers.catalog", "wire.world",
+                        "workloads.catalog", "workloads.corpora", "workloads.races", "workloads.drill", "peers.catalog", "wire.world",
                         "commands", ""},
     "cli": PURE | {"commands", ""},
     "__main__": {"cli"},

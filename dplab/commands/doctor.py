@@ -7,6 +7,7 @@ import importlib.metadata
 import os
 import platform
 import shutil
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -26,17 +27,25 @@ def add(verbs: Verbs) -> None:
                         help="a run's id, the beginning of one, or a directory (default: the machine)")
     parser.add_argument("--races", action="store_true",
                         help="hunt for races: train with random delays everywhere and compare every bit")
-    parser.add_argument("--seeds", type=whole_number, help="delayed runs a strategy, with --races (default: 5)")
+    parser.add_argument("--drill", action="store_true",
+                        help="let ranks of small runs fail in nine ways, and judge how each run ends")
+    parser.add_argument("--seeds", type=whole_number, help="delayed runs a strategy, with --races (default: 5); "
+                        "faults, with --drill (default: 9, one of each kind)")
 
 
 def doctor(args: argparse.Namespace) -> Answer:
-    """The machine, one run, or a race hunt."""
+    """The machine, one run, a race hunt or a fault drill."""
+    if args.drill:
+        if args.run_id is not None or args.races:
+            raise UsageError("doctor --drill lets runs of its own fail; leave RUN and --races out")
+        return _drill(args.seeds or 9)
     if args.races:
         if args.run_id is not None:
             raise UsageError(f"doctor {args.run_id} --races: a hunt trains a model of its own; leave the run out")
         return _races(args.seeds or 5)
     if args.seeds is not None:
-        raise UsageError("--seeds is the number of delayed runs of a race hunt; give --races too, or leave it out")
+        raise UsageError("--seeds is the number of delayed runs of a race hunt, or of faults of a drill; give --races "
+                         "or --drill too, or leave it out")
     return _machine() if args.run_id is None else _run(args.run_id)
 
 
@@ -55,6 +64,20 @@ def _races(seeds: int) -> Answer:
             lines.append(f"{race.strategy:14}{told}")
     return Answer({"seeds": seeds, "strategies": list(strategies), "races": found}, "\n".join(lines),
                   status=int(bool(found)))
+
+
+def _drill(seeds: int) -> Answer:
+    from dplab.workloads.drill import drill
+
+    rows, lines = [], []
+    for outcome in drill(range(seeds)):
+        rows.append(outcome.to_dict())
+        judged = f"not tried: {outcome.skipped}" if outcome.skipped else "; ".join(outcome.problems) or "good"
+        lines.append(f"{judged:8}{outcome.seconds:5.1f} s  {outcome.trial}: {outcome.told}")
+        print(lines[-1], file=sys.stderr, flush=True)
+    bad = [row for row in rows if row["problems"]]
+    lines.append(f"{count(len(rows) - len(bad), 'trial')} of {len(rows)} ended as they must")
+    return Answer({"trials": rows}, "\n".join(lines), status=int(bool(bad)))
 
 
 def _machine() -> Answer:

@@ -132,14 +132,14 @@ def init(*, backend: str | None = None, device: str | torch.device | None = None
     known = _world.get()
     if known is not None and (known.size == 1 or known.threads or dist.is_initialized()):
         return known
-    place = _environment()
+    place, limit = _environment(), _limit()
     chosen = torch.device(device) if device is not None else _device(place["local_rank"])
     backend = backend or os.environ.get("DPLAB_BACKEND") or None
     if not dist.is_initialized() and place["size"] > 1:
         backend = _backend(backend, chosen, place)
         register()
-        dist.init_process_group(backend, **_meeting(place), rank=place["rank"], world_size=place["size"],
-                                timeout=TIMEOUT)
+        dist.init_process_group(backend, **_meeting(place, limit), rank=place["rank"], world_size=place["size"],
+                                timeout=limit)
         atexit.register(leave)
     if dist.is_initialized():
         world = World(dist.get_rank(), dist.get_world_size(), place["local_rank"], chosen, str(dist.get_backend()))
@@ -151,12 +151,27 @@ def init(*, backend: str | None = None, device: str | torch.device | None = None
     return world
 
 
-def _meeting(place: dict[str, Any]) -> dict[str, Any]:
+def _limit() -> timedelta:
+    """How long a collective waits for a rank before it is an error: DPLAB_TIMEOUT in seconds, else TIMEOUT."""
+    text = os.environ.get("DPLAB_TIMEOUT")
+    if not text:
+        return TIMEOUT
+    try:
+        seconds = float(text)
+        if not 0 < seconds < float("inf"):
+            raise ValueError(text)
+    except ValueError:
+        raise UsageError(f"DPLAB_TIMEOUT={text!r} is not allowed; it is the seconds that a collective waits for a "
+                         f"rank, a number above 0") from None
+    return timedelta(seconds=seconds)
+
+
+def _meeting(place: dict[str, Any], limit: timedelta) -> dict[str, Any]:
     """Where the ranks meet. After a restart torchrun gives them the store of before, in which the dead still stand."""
     attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
     if not attempt or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or place["rendezvous"] != "env://":
         return {"init_method": place["rendezvous"]}
-    store, _, _ = next(rendezvous("env://", place["rank"], place["size"], timeout=TIMEOUT))
+    store, _, _ = next(rendezvous("env://", place["rank"], place["size"], timeout=limit))
     return {"store": PrefixStore(f"attempt-{attempt}", store)}
 
 
