@@ -70,7 +70,7 @@ def gather(events: Iterable[Event], *, world_size: int, strategy: str | None, co
     memory: dict[int, dict[str, float]] = {}
     for event in events:
         step = assembler.feed(event)
-        if step is not None and not any(span.kind == "pause" for span in step.spans):
+        if step is not None and step.whole and not any(span.kind == "pause" for span in step.spans):
             steps[step.rank].append(step)
         if event.kind == "gauge" and event.name == "utilization":
             for kind, into in (("cpu", cpu), ("gpu", gpu)):

@@ -224,12 +224,13 @@ class Run:
         files = (self._directory.rank(rank) / name for name in ("stdout.log", "stderr.log"))
         return "".join(file.read_text(encoding="utf-8", errors="replace") for file in files if file.is_file())
 
-    def reader(self) -> RunReader:
-        """A reader of its own, from the beginning."""
-        return RunReader(self.path)
+    def reader(self, *, recent: bool = False) -> RunReader:
+        """A reader of its own, from the beginning. `recent`: also the spans of the last steps that will not stay."""
+        return RunReader(self.path, recent=recent)
 
     def events(self) -> list[Event]:
-        """All events recorded so far, of all ranks, by the time at which they ended."""
+        """All events recorded so far, of all ranks, by the time at which they ended. Of a run of more than 400 steps
+        the spans of some (`dplab.telemetry.thinning`), and every step, loss and message."""
         return self.reader().poll()
 
     def memory(self) -> dict[int, dict[str, int]]:

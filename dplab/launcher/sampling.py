@@ -7,7 +7,7 @@ import time
 from dplab.errors import RunError
 from dplab.launcher.job import Job
 from dplab.telemetry import utilization
-from dplab.telemetry.file_recorder import EventFile
+from dplab.telemetry.event_file import EventFile
 from dplab.telemetry.state import read_state
 
 SECONDS = 0.5

@@ -36,8 +36,8 @@ class Watch:
         self.step: int | None = None
         """the step that is looked at; None: the newest"""
         self.fold = self._new_fold()
-        self._reader = run.reader()
-        self._past = Past(run.reader, self._new_fold)
+        self._reader = run.reader(recent=True)
+        self._past = Past(lambda: run.reader(recent=True), self._new_fold)
         self._others = _others(run)
 
     def _new_fold(self) -> Fold:
@@ -84,7 +84,7 @@ class Watch:
         if other is not None:
             run = _run(other)
             fold = Fold(run.spec.world_size, run.spec.strategy)
-            fold.feed(run.reader().poll())
+            fold.feed(run.reader(recent=True).poll())
         with self._guard:
             self.fold.earlier = fold
 

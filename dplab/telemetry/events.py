@@ -8,7 +8,7 @@ Kinds and what their `attrs` hold (bytes and ns are integers):
 
 | kind | name | attrs |
 |---|---|---|
-| step | train | `micro_batches`, `moved` (False when the weights stayed) |
+| step | train | `micro_batches`, `moved` (False when the weights stayed), `thin` where its spans did not stay (`thinning`) |
 | forward, backward, optimizer | module's class, ... | - |
 | collective | all_reduce, reduce_scatter, all_gather, broadcast, ... | `purpose` (grads, params, control, init), `bucket` (index or None), `bytes` (sent by this rank), `exposed` (ns for which the caller was blocked), `filled` (ns, monotonic: last gradient came; only purpose grads) ; t0 = issued, t1 = done |
 | unshard, reshard | the unit's name | `bytes` |

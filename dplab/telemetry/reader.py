@@ -17,6 +17,7 @@ from dplab.telemetry.events import SCHEMA, Event
 from dplab.telemetry.restarts import Restart, continuous, read_restarts
 from dplab.telemetry.rundir import RunDirectory, require_run
 from dplab.telemetry.state import RankState, read_state
+from dplab.telemetry.thinning import RECENT_FILES
 
 EVENT_FILES = ("events.jsonl", "utilization.jsonl")
 """Event files of a rank: its own, and what the supervisor sampled about it."""
@@ -29,7 +30,9 @@ _HEADER = ("schema", "monotonic", "wall")
 class EventCursor:
     """Reads one event file from where it last stopped."""
 
-    def __init__(self, path: Path, rank: int) -> None:
+    def __init__(self, path: Path, rank: int, *, replaced: bool = False) -> None:
+        """`replaced`: the file may be another one from one call to the next."""
+        self._replaced = replaced
         self.path = path
         self.rank = rank
         self.header: dict[str, Any] | None = None
@@ -38,9 +41,11 @@ class EventCursor:
     def poll(self) -> list[Event]:
         """Events of the lines that became whole since the last call; RunError where a line is no event."""
         try:
-            if os.stat(self.path).st_size == self._offset:
+            if os.stat(self.path).st_size == self._offset and not self._replaced:
                 return []
             with open(self.path, "rb") as file:
+                if self._replaced and self.header is not None and json.loads(file.readline() or b"{}") != self.header:
+                    self._offset, self.header = 0, None
                 file.seek(self._offset)
                 data = file.read()
         except (FileNotFoundError, NotADirectoryError):
@@ -98,10 +103,12 @@ def _is_event(event: Event) -> bool:
 class RunReader:
     """Reads a run directory; any number of readers, in any process, at any time.
 
-    `path`: a run's directory. RunError where it is not one.
+    `path`: a run's directory. `recent`: also the spans of the last few hundred steps of a long run, of which only some
+    stay (`thinning`). RunError where it is not a run.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, recent: bool = False) -> None:
+        self._files = (*EVENT_FILES, *(RECENT_FILES if recent else ()))      # those last: spans may be ahead of a step
         self.directory: RunDirectory = require_run(Path(path))
         self._spec = self.directory.spec
         self._cursors: dict[tuple[int, str], EventCursor] = {}
@@ -140,10 +147,11 @@ class RunReader:
         self._pending += restarts[self._restarts:]
         self._restarts = len(restarts)
         for rank in self.ranks:
-            for name in EVENT_FILES:
+            for name in self._files:
                 key = (rank, name)
                 if key not in self._cursors:
-                    self._cursors[key] = EventCursor(self.directory.rank(rank) / name, rank)
+                    self._cursors[key] = EventCursor(self.directory.rank(rank) / name, rank,
+                                                     replaced=name in RECENT_FILES)
                 events += self._cursors[key].poll()
         return continuous(events, self._pending)
 

@@ -37,6 +37,7 @@ class Summary:
             step_ns = self._pace.feed(event)
             if step_ns is not None:
                 self._step_ns.append(step_ns)
+                self._take_left_out(event)
             elif event.kind == "collective" and event.attrs.get("purpose") in ("grads", "params"):
                 self._take_collective(event)
             elif event.kind == "gauge":
@@ -90,6 +91,17 @@ class Summary:
             row = self.wire.setdefault(event.name, {"count": 0, "bytes": 0})
             row["count"] += 1
             row["bytes"] += int(number(event, "bytes") or 0)
+
+    def _take_left_out(self, event: Event) -> None:
+        """What a thin step sent (`thinning`)."""
+        told = event.attrs.get("thin")
+        if not told:
+            return
+        self._exposed[event.rank, event.step] += int(told["exposed"])
+        for name, (count, sent) in (told["wire"].items() if event.rank == 0 else ()):
+            row = self.wire.setdefault(name, {"count": 0, "bytes": 0})
+            row["count"] += count
+            row["bytes"] += sent
 
     def _take_gauge(self, event: Event) -> None:
         if event.name == "loss":

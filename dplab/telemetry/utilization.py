@@ -121,18 +121,20 @@ class Gpus:
 
     def _pcie(self, handle: Any) -> dict[str, float]:
         """Bytes a second over the PCIe link, as the GPU sends and receives."""
+        unreported: tuple[type[Exception], ...] = (AttributeError, *self._kinds())
         try:
             return {name: 1e3 * float(self._nvml.nvmlDeviceGetPcieThroughput(handle, counter))
                     for counter, name in enumerate(_TRAFFIC[:2])}
-        except (AttributeError, *self._kinds()):
+        except unreported:
             return {}
 
     def _nvlink(self, handle: Any, moment: float) -> dict[str, float]:
         """Bytes a second over all NVLinks since the last time; nothing the first time, and without such links."""
+        unreported: tuple[type[Exception], ...] = (AttributeError, TypeError, *self._kinds())
         try:
             told = self._nvml.nvmlDeviceGetFieldValues(handle, [(field, _ALL_LINKS) for field in _NVLINK_FIELDS])
             counters = [1024.0 * field.value.ullVal for field in told if not field.nvmlReturn]
-        except (AttributeError, TypeError, *self._kinds()):
+        except unreported:
             return {}
         if len(counters) < len(_NVLINK_FIELDS):
             return {}

@@ -78,7 +78,7 @@ class Fold:
             self.loss.feed(event)
             self.pace.feed(event)
             step = self._assembler.feed(event)
-            if step is not None:
+            if step is not None and step.whole:
                 self.steps.feed(step)
                 self.sync.feed(step)
                 self.wire.feed_step(step)

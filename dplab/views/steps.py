@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from dplab.telemetry.events import Event
+from dplab.telemetry.thinning import DETAIL
 
 WORK = ("forward", "backward", "optimizer")
 ANATOMY = ("forward", "backward", "step_optimizer", "exposed", "data", "other_time")
@@ -25,6 +26,8 @@ class Step:
     t0: int
     t1: int
     spans: list[Event]
+    whole: bool = True
+    """False where its spans did not stay: only when it was is known then"""
 
     def sync(self) -> list[Event]:
         """Collectives that carried gradients or parameters."""
@@ -83,8 +86,10 @@ class StepAssembler:
                 if span.kind != "pause":
                     break
                 start = min(max(start, span.t1), event.t1)
+            left_out = (event.attrs.get("thin") or {}).get("spans", 0)
+            whole = sum(span.kind in DETAIL for span in spans) >= left_out
             inside = [span for span in spans if span.t1 > start or span.kind == "pause"]
-            return Step(event.rank, event.step, start, event.t1, inside)
+            return Step(event.rank, event.step, start, event.t1, inside, whole)
         if event.t1 > event.t0:
             spans.append(event)
             if len(spans) > _OPEN_LIMIT:

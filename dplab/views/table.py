@@ -15,7 +15,8 @@ from dplab.views.steps import ANATOMY, StepAssembler
 _MS = {part: f"{part.removeprefix('step_').removesuffix('_time')}_ms" for part in ANATOMY}
 COLUMNS = ("step", "rank", "loss", "step_ms", *_MS.values(), "bytes_sent", "tokens", "memory_bytes", "moved")
 """`loss` is the rank's own; the parts in ms add up to `step_ms`; `bytes_sent` for gradients and parameters;
-`memory_bytes` in tensors when the step ended. None (an empty cell) where nothing was recorded."""
+`memory_bytes` in tensors when the step ended. None (an empty cell) where nothing was recorded, such as the
+parts of a step whose spans did not stay."""
 
 Row = dict[str, Any]
 
@@ -28,8 +29,10 @@ def table(events: Iterable[Event]) -> list[Row]:
     for event in events:
         step = assembler.feed(event)
         if step is not None:
-            sent = sum(int(number(span, "bytes") or 0) for span in step.sync())
-            parts = {_MS[part]: ns / 1e6 for part, ns in step.anatomy_ns().items()}
+            left_out = (event.attrs.get("thin") or {"wire": {}})["wire"]
+            sent = sum(int(number(span, "bytes") or 0) for span in step.sync()) + sum(
+                nbytes for _, nbytes in left_out.values())
+            parts = {_MS[part]: ns / 1e6 for part, ns in step.anatomy_ns().items()} if step.whole else {}
             rows.append({"step": step.index, "rank": step.rank, "step_ms": (step.t1 - step.t0) / 1e6, **parts,
                          "bytes_sent": sent, "moved": event.attrs.get("moved")})
         elif event.kind == "gauge" and event.name == "loss":

@@ -11,8 +11,8 @@ import pytest
 from dplab.errors import RunError
 from dplab.specs import RunSpec
 from dplab.telemetry import reader as reading
+from dplab.telemetry.event_file import EventFile
 from dplab.telemetry.events import Event
-from dplab.telemetry.file_recorder import EventFile
 from dplab.telemetry.files import RESERVED_BYTES, write_json, write_reserved
 from dplab.telemetry.process import Identity
 from dplab.telemetry.reader import RunReader

@@ -11,8 +11,8 @@ import pytest
 
 from dplab.errors import RunError
 from dplab.specs import RunSpec
+from dplab.telemetry.event_file import EventFile
 from dplab.telemetry.events import Event
-from dplab.telemetry.file_recorder import EventFile
 from dplab.telemetry.rundir import RunDirectory
 from dplab.telemetry.trace import chrome_trace, export
 

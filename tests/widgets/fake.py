@@ -39,7 +39,7 @@ class FakeRun:
         self.asked: list[str] = []
         self.relaunchable = False
 
-    def reader(self) -> FakeReader:
+    def reader(self, *, recent: bool = False) -> FakeReader:
         return FakeReader(self)
 
     def request_stop(self) -> None:
