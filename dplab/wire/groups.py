@@ -1,8 +1,9 @@
 """torch.distributed below the collectives: the only file that calls it to communicate.
 
-`GlooTransport` builds reduce-scatter from an all-to-all and a local sum in rank order, and all-gather from
-one broadcast a rank: gloo's own reduce-scatter sends as much as its all-reduce, and both are two to four
-times slower. `NativeTransport` is for backends (nccl) whose own collectives are the good ones.
+`GlooTransport` builds reduce-scatter and all-gather from messages between pairs of ranks, and a local sum in rank
+order: gloo's own reduce-scatter sends as much as its all-reduce, both are two to four times slower, and broadcasts in
+the place of an all-gather take turns on a link that could carry both ways at once. `NativeTransport` is for backends
+(nccl) whose own collectives are the good ones.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from dplab.wire.collectives import Op, Transport, Work, summable
 from dplab.wire.shm.group import ShmGroup
 from dplab.wire.shm.transport import ShmTransport
 
+_TAG = 25712
+"""Of our messages, so that a program's own sends between the same ranks meet their own receives."""
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 # torch 2.13 renames the tensor collectives and deprecates the old names; 2.11 has only those.
@@ -148,13 +151,33 @@ class GlooTransport(NativeTransport):
     modelled = frozenset({"all_reduce", "broadcast"})
 
     def reduce_scatter(self, flat: torch.Tensor, out: torch.Tensor) -> Work:
-        return self._summing_reduce_scatter(flat.cpu(), out)
+        segments = flat.cpu().view(self.size, -1)
+        own = segments[self.rank]
+        received = torch.empty_like(segments)      # row r: what rank r sends; the own one stays unused
+        works = self._exchange(segments, received)
+
+        def sum_in_rank_order() -> None:
+            parts = [own if rank == self.rank else received[rank] for rank in range(self.size)]
+            total = summable(parts[0])
+            for part in parts[1:]:
+                total.add_(part)
+            out.copy_(total)
+
+        return GroupWork(works, sum_in_rank_order)
 
     def all_gather(self, flat: torch.Tensor) -> Work:
         host = flat.cpu()
-        works = [dist.broadcast(segment, group_src=source, group=self.group, async_op=True)
-                 for source, segment in enumerate(host.view(self.size, -1))]
-        return GroupWork(works, _copy_back(host, flat))
+        segments = host.view(self.size, -1)
+        return GroupWork(self._exchange(segments[self.rank].expand(self.size, -1), segments), _copy_back(host, flat))
+
+    def _exchange(self, give: torch.Tensor, take: torch.Tensor) -> list[Any]:
+        """Row r of `give` goes to rank r, whose row comes into row r of `take`; the own rows are left alone."""
+        works = []
+        for distance in range(1, self.size):
+            to, source = (self.rank + distance) % self.size, (self.rank - distance) % self.size
+            works.append(dist.irecv(take[source], group_src=source, group=self.group, tag=_TAG))
+            works.append(dist.isend(give[to], group_dst=to, group=self.group, tag=_TAG))
+        return works
 
     def all_to_all(self, flat: torch.Tensor, out: torch.Tensor) -> Work:
         host = out.cpu()
