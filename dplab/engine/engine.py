@@ -28,6 +28,7 @@ from dplab.core.precision import explain_mismatch, scales_loss
 from dplab.core.recompute import Recomputation, recomputable
 from dplab.core.reduction import Reduction
 from dplab.core.scaler import LossScaler
+from dplab.core.shortage import Shortage
 from dplab.core.units import UnitRule, find_units
 from dplab.errors import UsageError, WireError
 from dplab.specs import Placement, Recompute, Strategy
@@ -65,6 +66,7 @@ class Engine:
         for pool in pools:
             self._reduction.serve(pool)
         self._ledger = Ledger(self._buckets, pools, self._owned)
+        self._shortage = Shortage(self._ledger, strategy, mesh, world, self._recorder)
         self._gathers: Gathers | None = None
         self._unit_hooks: UnitHooks | None = None
         if strategy.sharding.params is Placement.SHARDED:
@@ -93,7 +95,7 @@ class Engine:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward; returns what it returns."""
-        with self._step_named():
+        with self._step_named(), self._shortage.told("forward"):
             try:
                 return self.module(*args, **kwargs)
             except RuntimeError as error:
@@ -118,7 +120,7 @@ class Engine:
         self._reduction.begin(None if weight is None else float(weight))
         self._losses.append((loss.detach(), 1.0 if weight is None else float(weight)))
         scaler = self._reduction.scaler
-        with self._step_named():
+        with self._step_named(), self._shortage.told("backward"):
             try:
                 if loss.requires_grad:
                     (loss if scaler is None else loss.float() * scaler.scale).backward()  # type: ignore[no-untyped-call]
@@ -144,12 +146,13 @@ class Engine:
         self._recorder.phase("optimizer")
         moved = not overflow and any(any(bucket.moved) for bucket in reduction.buckets)
         if moved:
-            self._owned.run_hooks(before=True)
-            for bucket in reduction.buckets:
-                bucket.params.refresh_master()
-            self._owned.step()
-            for bucket in reduction.buckets:
-                bucket.params.round_master()
+            with self._shortage.told("optimizer"):
+                self._owned.run_hooks(before=True)
+                for bucket in reduction.buckets:
+                    bucket.params.refresh_master()
+                self._owned.step()
+                for bucket in reduction.buckets:
+                    bucket.params.round_master()
         self._recorder.span("optimizer", type(self.optimizer).__name__, began, now())
         if self._gathers is not None:
             self._gathers.release()
