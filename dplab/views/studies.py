@@ -1,13 +1,14 @@
-"""One thing turned, step by step: what was predicted and what was measured, as two lines of one chart."""
+"""Charts of one's own figures: what was predicted and measured over what is turned, and bars of parts."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from dplab.errors import UsageError
-from dplab.views.records import Chart, Line
+from dplab.views import theme
+from dplab.views.records import Bars, Chart, Line
 from dplab.views.words import short
 
 
@@ -26,3 +27,15 @@ def against(x: Sequence[float], predicted: Sequence[float], measured: Sequence[f
     return Chart(key="study", title=title, x_label=x_label, y_label=y_label, caption=caption,
                  marks=tuple(Line(role=role, x=places, y=values) for role, values in columns.items()),
                  note=f"{y_label} by {x_label}: {said}", y_range=(0.0, top))
+
+
+def stacked(rows: Mapping[str, Mapping[str, float]], *, title: str, unit: str, caption: str = "") -> Chart:
+    """A bar a row, of parts by role (`theme.ROLES`) in `unit`, in the order in which roles are first seen."""
+    roles = tuple(dict.fromkeys(role for parts in rows.values() for role, value in parts.items() if value))
+    unknown = next((role for role in roles if role not in theme.ROLES), None)
+    if unknown is not None:
+        raise UsageError(f"stacked() got a part {unknown!r}; a part is one of {', '.join(theme.ROLES)}")
+    values = np.array([[parts.get(role, 0.0) for parts in rows.values()] for role in roles], dtype=np.float64)
+    said = ", ".join(f"{name} {short(sum(parts.values()))}" for name, parts in rows.items())
+    return Chart(key="study", title=title, x_label="", y_label=unit, caption=caption, note=f"{said} {unit}",
+                 marks=(Bars(names=tuple(rows), roles=roles, values=values.reshape(len(roles), len(rows))),))

@@ -6,7 +6,7 @@ import pytest
 
 from dplab.errors import UsageError
 from dplab.views.picture import picture
-from dplab.views.studies import against
+from dplab.views.studies import against, stacked
 
 
 def test_two_lines_and_their_words():
@@ -23,3 +23,14 @@ def test_two_lines_and_their_words():
 def test_columns_of_other_lengths_are_refused():
     with pytest.raises(UsageError, match=r"got 2 values of x, 1 predicted and 2 measured; give as many of each"):
         against([1, 2], [1], [1, 2], title="", x_label="", y_label="")
+
+
+def test_bars_of_parts_by_role():
+    chart = stacked({"ddp": {"params": 2.0, "grads": 1.0}, "zero3": {"params": 0.5, "gathered": 0.25}}, title="Held",
+                    unit="MB")
+    (bars,) = chart.marks
+    assert bars.roles == ("params", "grads", "gathered")
+    assert bars.values.tolist() == [[2.0, 0.5], [1.0, 0.0], [0.0, 0.25]]
+    assert chart.note == "ddp 3, zero3 0.75 MB"
+    with pytest.raises(UsageError, match=r"got a part 'weights'; a part is one of loss, "):
+        stacked({"ddp": {"weights": 1.0}}, title="", unit="")
