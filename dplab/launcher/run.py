@@ -224,9 +224,10 @@ class Run:
         files = (self._directory.rank(rank) / name for name in ("stdout.log", "stderr.log"))
         return "".join(file.read_text(encoding="utf-8", errors="replace") for file in files if file.is_file())
 
-    def reader(self, *, recent: bool = False) -> RunReader:
-        """A reader of its own, from the beginning. `recent`: also the spans of the last steps that will not stay."""
-        return RunReader(self.path, recent=recent)
+    def reader(self, *, recent: bool = False, partial: bool = False) -> RunReader:
+        """A reader of its own, from the beginning. `recent`: also the spans of the last steps that will not stay;
+        `partial`: what can be read of a damaged run."""
+        return RunReader(self.path, recent=recent, partial=partial)
 
     def events(self) -> list[Event]:
         """All events recorded so far, of all ranks, by the time at which they ended. Of a run of more than 400 steps

@@ -36,8 +36,8 @@ class Watch:
         self.step: int | None = None
         """the step that is looked at; None: the newest"""
         self.fold = self._new_fold()
-        self._reader = run.reader(recent=True)
-        self._past = Past(lambda: run.reader(recent=True), self._new_fold)
+        self._reader = _reader(run)
+        self._past = Past(lambda: _reader(run), self._new_fold)
         self._others = _others(run)
 
     def _new_fold(self) -> Fold:
@@ -49,12 +49,13 @@ class Watch:
             try:
                 events = self._reader.poll()
                 if any(event.kind == "restart" for event in events):      # steps of before are void: all anew
-                    earlier, self.fold, self._reader = self.fold.earlier, self._new_fold(), self.run.reader()
+                    earlier, self.fold, self._reader = self.fold.earlier, self._new_fold(), _reader(self.run)
                     self.fold.earlier, events = earlier, self._reader.poll()
                 self.fold.feed(events)
-                self.problem = None
+                problem = self._reader.problem
             except (RunError, OSError) as error:
-                self.problem = f"the run cannot be read: {error}"
+                problem = str(error)
+            self.problem = None if problem is None else f"the run cannot be read: {problem}"
 
     def over(self) -> bool:
         """True once the run has ended and everything that it wrote is read."""
@@ -84,7 +85,7 @@ class Watch:
         if other is not None:
             run = _run(other)
             fold = Fold(run.spec.world_size, run.spec.strategy)
-            fold.feed(run.reader(recent=True).poll())
+            fold.feed(_reader(run).poll())
         with self._guard:
             self.fold.earlier = fold
 
@@ -173,6 +174,10 @@ def _run(run: Any) -> Any:
     from dplab.launcher.run import attach
 
     return attach(run)
+
+
+def _reader(run: Any) -> Any:
+    return run.reader(recent=True, partial=True)
 
 
 def _others(run: Any) -> list[tuple[str, str]]:

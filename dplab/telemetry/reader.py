@@ -36,16 +36,22 @@ class EventCursor:
         self.path = path
         self.rank = rank
         self.header: dict[str, Any] | None = None
+        self.problem: str | None = None
+        """why nothing more is read of it: a line is no event; None where there is none such"""
+        self._first = b""
         self._offset = 0
 
     def poll(self) -> list[Event]:
-        """Events of the lines that became whole since the last call; RunError where a line is no event."""
+        """Events of the lines that became whole since the last call, up to one that is none (`problem`). RunError where
+        the file cannot be read, or is another version's."""
         try:
             if os.stat(self.path).st_size == self._offset and not self._replaced:
                 return []
             with open(self.path, "rb") as file:
-                if self._replaced and self.header is not None and json.loads(file.readline() or b"{}") != self.header:
-                    self._offset, self.header = 0, None
+                if self._replaced and self._first and file.readline() != self._first:
+                    self._offset, self.header, self.problem = 0, None, None
+                if self.problem is not None:
+                    return []
                 file.seek(self._offset)
                 data = file.read()
         except (FileNotFoundError, NotADirectoryError):
@@ -55,7 +61,7 @@ class EventCursor:
         end = data.rfind(b"\n") + 1
         lines = data[:end].splitlines()
         if lines and self.header is None:
-            self.header = self._read_header(lines.pop(0))
+            self.header, self._first = self._read_header(lines[0]), lines.pop(0) + b"\n"
         events = self._parse(lines)
         self._offset += end
         return events
@@ -77,9 +83,10 @@ class EventCursor:
                 if not _is_event(event):
                     raise ValueError("a field of another type")
                 events.append(event)
-            except (ValueError, RecursionError) as error:
-                raise RunError(f"{self.path} is damaged behind byte {self._offset}: {line[:80]!r} is not an event; "
-                               f"the lines before it are good, cut the file there to read them") from error
+            except (ValueError, RecursionError):
+                self.problem = (f"{self.path} is damaged behind byte {self._offset}: {line[:80]!r} is not an event; "
+                                f"the lines before it are good, cut the file there to read them")
+                break
         return events
 
     def _read_header(self, line: bytes) -> dict[str, Any]:
@@ -104,10 +111,14 @@ class RunReader:
     """Reads a run directory; any number of readers, in any process, at any time.
 
     `path`: a run's directory. `recent`: also the spans of the last few hundred steps of a long run, of which only some
-    stay (`thinning`). RunError where it is not a run.
+    stay (`thinning`). `partial`: what can be read is handed out, and `problem` says what cannot. RunError where it is
+    not a run.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, recent: bool = False) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, recent: bool = False, partial: bool = False) -> None:
+        self._partial = partial
+        self.problem: str | None = None
+        """why some of the run cannot be read, as the last `poll` found; None where all can"""
         self._files = (*EVENT_FILES, *(RECENT_FILES if recent else ()))      # those last: spans may be ahead of a step
         self.directory: RunDirectory = require_run(Path(path))
         self._spec = self.directory.spec
@@ -142,6 +153,7 @@ class RunReader:
         time, as far as they come in one call. An event `restart` says from which step on; who has kept earlier ones
         drops them from there.
         """
+        self.problem = None
         events: list[Event] = []
         restarts = read_restarts(self.path)
         self._pending += restarts[self._restarts:]
@@ -152,8 +164,19 @@ class RunReader:
                 if key not in self._cursors:
                     self._cursors[key] = EventCursor(self.directory.rank(rank) / name, rank,
                                                      replaced=name in RECENT_FILES)
-                events += self._cursors[key].poll()
+                events += self._read(self._cursors[key])
+        if self.problem is not None and not self._partial:
+            raise RunError(self.problem)
         return continuous(events, self._pending)
+
+    def _read(self, cursor: EventCursor) -> list[Event]:
+        """One file's new events; what is wrong with it is noted, so that it hides no other file's."""
+        try:
+            events, problem = cursor.poll(), cursor.problem
+        except RunError as error:
+            events, problem = [], str(error)
+        self.problem = self.problem or problem
+        return events
 
     def header(self, rank: int, *, file: str = "events.jsonl") -> dict[str, Any] | None:
         """A rank's header line: `monotonic` and `wall` are one moment in ns, `host`, `pid`; None before it is there.

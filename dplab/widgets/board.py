@@ -39,6 +39,7 @@ _QUIET_S = 60.0
 _QUIET_PERIOD_S = 10.0
 _GONE_S = 3600.0
 _REDRAW_S = 2.0
+_LEAST_PAUSE_S = 0.05
 _shown: weakref.WeakValueDictionary[str, Board] = weakref.WeakValueDictionary()
 
 
@@ -238,7 +239,7 @@ class Board(anywidget.AnyWidget):
 
     def tick(self) -> float | None:
         """Reads on, sends what changed, and says after how many seconds to come again; None: never."""
-        began = time.monotonic()
+        began, used = time.monotonic(), time.thread_time()
         while self._asked:
             self._perform(*self._asked.popleft())
         self._watch.read()
@@ -255,8 +256,8 @@ class Board(anywidget.AnyWidget):
         period = _QUIET_PERIOD_S if quiet > _QUIET_S else self._period
         keyframe = self._keyframe_asked or quiet > _QUIET_S or began - self._keyframe_at > _KEYFRAME_S
         self._transmit(keyframe=keyframe)
-        # a kernel that needs long for a tick is busy with something better
-        return max(period, 4 * (time.monotonic() - began))
+        # by what a tick costs, not by how long others kept the processor: a fifth of a core is the most
+        return max(period - (time.monotonic() - began), 4 * (time.thread_time() - used), _LEAST_PAUSE_S)
 
     def _perform(self, kind: str, value: Any) -> None:
         """Does what a button asked for; what cannot be done is said on the board."""

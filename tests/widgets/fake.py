@@ -13,6 +13,8 @@ from dplab.telemetry.events import Event
 class FakeReader:
     """Hands out the events of its run once; raises what the run was told to raise."""
 
+    problem: str | None = None
+
     def __init__(self, run: FakeRun) -> None:
         self._run = run
         self._taken = 0
@@ -39,7 +41,7 @@ class FakeRun:
         self.asked: list[str] = []
         self.relaunchable = False
 
-    def reader(self, *, recent: bool = False) -> FakeReader:
+    def reader(self, *, recent: bool = False, partial: bool = False) -> FakeReader:
         return FakeReader(self)
 
     def request_stop(self) -> None:

@@ -1,0 +1,136 @@
+"""Two boards on a page for minutes, over eight ranks at 50 steps a second: `python -m tests.soak.board [--minutes 10]`.
+
+A writer plays the run. JupyterLab opens a notebook with two boards on it; every few seconds are noted: redraws and lag
+of each board, how long the kernel takes to answer a cell, memory of page, kernel and server, bytes on disk. For the
+last fifth the tab is closed, which must not make anything grow either. The result is `board.json` beside this file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import psutil
+
+from tests.browser.lab import AT_STEP, REPOSITORY, Lab, browser_page, command, open_notebook
+from tests.soak.writer import RANKS, RATE
+
+RESULT = Path(__file__).with_suffix(".json")
+_EVERY = 5.0
+_ASK = """async () => {
+  const kernel = window.jupyterapp.shell.currentWidget.sessionContext.session.kernel, began = performance.now();
+  await kernel.requestExecute({code: "sum(range(1000))", store_history: false}).done;
+  return performance.now() - began;
+}"""
+_BOARDS = """() => [...document.querySelectorAll('.dplab-board')].map(board => ({...board.dataset}))"""
+_HEAP = "() => performance.memory ? performance.memory.usedJSHeapSize : 0"
+
+
+def soak(minutes: float) -> dict[str, Any]:
+    """Runs it and returns the result."""
+    seconds = 60 * minutes
+    with tempfile.TemporaryDirectory() as folder:
+        root, run = Path(folder) / "notebooks", Path(folder) / "runs" / "soak"
+        root.mkdir()
+        cells = [f"import dplab\nrun = dplab.attach({str(run)!r})", "run.dashboard(hz=4)", "run.dashboard(hz=2)"]
+        nbformat.write(nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells], metadata={
+            "kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}), root / "soak.ipynb")
+        writer = subprocess.Popen([sys.executable, "-m", "tests.soak.writer", str(run), str(seconds + 60)],
+                                  cwd=REPOSITORY, env={**os.environ, "PYTHONPATH": str(REPOSITORY)})
+        lab = Lab(root, Path(folder) / "scratch")
+        try:
+            with browser_page(width=1400, height=2200) as page:
+                open_notebook(page, lab, "soak.ipynb")
+                command(page, "notebook:run-all-cells")
+                page.wait_for_function("() => document.querySelectorAll('.dplab-board canvas').length > 9",
+                                       timeout=60_000)
+                page.wait_for_function(AT_STEP, arg=20, timeout=60_000)
+                watched = _watch(page, lab, run, seconds=0.8 * seconds)
+                page.screenshot(path=str(RESULT.with_suffix(".png")))
+            closed = _watch(None, lab, run, seconds=0.2 * seconds)
+        finally:
+            lab.close()
+            writer.terminate()
+            writer.wait()
+    return {"minutes": minutes, "ranks": RANKS, "steps_a_second": RATE, "boards": 2, "cores": os.cpu_count(),
+            "load_before": _LOAD, "python": platform.python_version(), "date": time.strftime("%Y-%m-%d"),
+            "watched": _told(watched), "closed": _told(closed), "samples": watched + closed}
+
+
+_LOAD = os.getloadavg()[0]
+
+
+def _watch(page: Any, lab: Lab, run: Path, *, seconds: float) -> list[dict[str, Any]]:
+    samples: list[dict[str, Any]] = []
+    began, before = time.monotonic(), None
+    while time.monotonic() - began < seconds:
+        moment = time.monotonic()
+        disk = sum(file.stat().st_size for file in run.rglob("*") if file.is_file())
+        sample: dict[str, Any] = {"at": round(moment - began, 1), **_memory(lab), "disk_mb": round(disk / 1e6, 1)}
+        if page is not None:
+            boards = page.evaluate(_BOARDS)
+            sample |= {"kernel_ms": round(page.evaluate(_ASK), 1), "heap_mb": round(page.evaluate(_HEAP) / 1e6, 1),
+                       "lag_ms": [int(board["lagMs"]) for board in boards],
+                       "draw_ms": [float(board["drawMs"]) for board in boards],
+                       "step": [int(board["step"] or 0) for board in boards]}
+            redraws = [int(board["redraws"]) for board in boards]
+            if before is not None:
+                sample["redraws_a_second"] = [round((now - then) / (moment - before[0]), 2)
+                                              for now, then in zip(redraws, before[1], strict=True)]
+            before = moment, redraws
+        samples.append(sample)
+        time.sleep(max(0.0, _EVERY - (time.monotonic() - moment)))
+    return samples
+
+
+def _memory(lab: Lab) -> dict[str, float]:
+    """MB of the server, of its kernel, and of the browser with all its processes."""
+    server = psutil.Process(lab._server.pid)
+    kernels = [child for child in server.children(recursive=True) if "ipykernel" in " ".join(child.cmdline())]
+    browser = [child for child in psutil.Process().children(recursive=True) if "chrom" in child.name()]
+    told = {"server_mb": [server], "kernel_mb": kernels, "browser_mb": browser}
+    return {name: round(sum(process.memory_full_info().uss for process in processes) / 1e6, 1)
+            for name, processes in told.items()}
+
+
+def _told(samples: list[dict[str, Any]]) -> dict[str, Any]:
+    """Medians of the first and of the last third of what must not grow; median and worst of the rest."""
+    third = max(1, len(samples) // 3)
+    told: dict[str, Any] = {}
+    for name in ("server_mb", "kernel_mb", "browser_mb", "heap_mb", "disk_mb"):
+        values = [sample[name] for sample in samples if name in sample]
+        if values:
+            told[name] = {"first_third": statistics.median(values[:third]),
+                          "last_third": statistics.median(values[-third:])}
+    for name in ("kernel_ms", "lag_ms", "draw_ms", "redraws_a_second"):
+        # a column a board, where there is one a board
+        rows = [sample[name] if isinstance(sample[name], list) else [sample[name]] for sample in samples
+                if name in sample]
+        worst = min if name == "redraws_a_second" else max
+        if rows:
+            told[name] = {"median": [statistics.median(column) for column in zip(*rows, strict=True)],
+                          "worst": [worst(column) for column in zip(*rows, strict=True)]}
+    return told
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--minutes", type=float, default=10)
+    arguments = parser.parse_args()
+    result = soak(arguments.minutes)
+    RESULT.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps({name: value for name, value in result.items() if name != "samples"}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
