@@ -250,11 +250,10 @@ class Panel {
     const head = node("header");
     this.title = node("b"); this.value = node("span", "dplab-value");
     this.menu = menu(`${key} shown`, [], (value) => { this.choice = value; redraw(); });
-    this.menu.root.hidden = true;
     head.append(this.title, this.menu.root, this.value);
     this.legend = node("div", "dplab-legend");
     this.canvas = node("canvas"); this.canvas.setAttribute("role", "img");
-    this.log = node("pre"); this.log.hidden = true;
+    this.log = node("pre");
     this.caption = node("figcaption");
     this.root.append(head, this.legend, this.canvas, this.log, this.caption);
     this.plot = new Plot(this.canvas, spec.roles, spec.hatched);
