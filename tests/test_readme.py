@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 BLOCKS = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(encoding="utf-8"), re.S | re.M)
-SAYS = ["0 5.", "run ", "5 steps, 53 parameters: equal to the bit\n[]\n", "went on from step 0\n"]
+SAYS = ["0 5.", "run ", "zero3 stopped\n", "5 steps, 53 parameters: equal to the bit\n[]\n", "went on from step 0\n"]
 """What each block prints, or how that begins."""
 
 
