@@ -16,6 +16,7 @@ from dplab.planner.footprint import (
     states_formula,
     volume,
 )
+from dplab.planner.sharing import per_host, travels
 from dplab.specs import DTYPE_BYTES, Placement, Sharding, Strategy
 
 
@@ -80,7 +81,8 @@ class Explanation:
 
     def __str__(self) -> str:
         n, roles = self.world_size, self.roles
-        share = f"1/{n}" if n > 1 else "all"
+        shard = per_host(self.strategy, n)
+        share = f"1/{shard}" if shard > 1 else "all"
         lines = [f"{self.strategy} on {n} rank{'s' * (n > 1)}, {self.numel:,} parameters (predicted, one rank)", "",
                  f"  parameters         {roles.params}", f"  gradients          {roles.grads}",
                  f"  gradients reduce   {roles.reduce}", f"  after the step     {roles.after_step}",
@@ -135,21 +137,22 @@ def explain(strategy: Strategy | str | None = None, model: Any = None, world_siz
     window: dict[str, Any] = {"accumulate": chosen.accumulate,
                               "reduces_every_backward": chosen.reduces_every_backward}
     element = ElementBytes.of(chosen.precision, accumulate=chosen.accumulate, model=dtype)
-    sent = volume(numel, sharding=chosen.sharding, shard=1 if replicated else world_size,
-                  replicate=world_size if replicated else 1, reshard=chosen.reshard, **window)
+    shard = per_host(chosen, world_size)
+    sent = volume(numel, sharding=chosen.sharding, shard=1 if replicated else shard,
+                  replicate=world_size if replicated else world_size // shard, reshard=chosen.reshard, **window)
     # what travels is what waits in a bucket: one backward's gradients, or a window's sums
     one_backward = chosen.sharding.grads is Placement.SHARDED and chosen.reduces_every_backward
     reduced = DTYPE_BYTES[chosen.precision.param or dtype] if one_backward else element.grads
     precision = precision_name(chosen.precision, model=dtype)
-    on_the_wire = {"all_gather": element.params}
+    on_the_wire = {"all_gather": element.params, "reduce_scatter": reduced, "all_reduce": reduced}
     return Explanation(
         strategy=chosen, numel=numel, world_size=world_size, roles=Roles.of(chosen.sharding),
-        states=model_states(numel, sharding=chosen.sharding, shard=world_size, precision=chosen.precision,
+        states=model_states(numel, sharding=chosen.sharding, shard=shard, precision=chosen.precision,
                             model=dtype, **window),
         states_formula=states_formula(numel, element=element, whole=held_whole(chosen.sharding, **window),
-                                      shard=world_size, precision=precision),
+                                      shard=shard, precision=precision),
         precision=precision, element=element, elements_sent=sent,
-        bytes_sent={name: count * on_the_wire.get(name, reduced) for name, count in sent.items()})
+        bytes_sent=travels(chosen, sent, on_the_wire, world_size // shard))
 
 
 def _size_of(model: Any) -> tuple[int, str]:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from dplab.errors import UsageError
+from dplab.planner.sharing import per_host
 from dplab.planner.units import Unit, unit_of
 from dplab.specs import DTYPE_BYTES, PRECISIONS, SHARDINGS, Placement, Precision, Recompute, Sharding, Strategy
 
@@ -235,7 +236,7 @@ def estimate(params: float | str | Path | dict[str, Any], world_size: int, strat
     """
     _check_first(params, world_size)
     chosen = with_default_precision(strategy)
-    shard = world_size if shard is None else shard
+    shard = per_host(chosen, world_size) if shard is None else shard
     _check_sharing(optimizer, shard, world_size)
     if isinstance(params, str | Path | dict):
         return _of_model(params, world_size, strategy, optimizer, micro_batch, sequence, shape or shard != world_size)
@@ -243,8 +244,7 @@ def estimate(params: float | str | Path | dict[str, Any], world_size: int, strat
         raise UsageError("estimate(micro_batch=..., sequence=...) needs a model's name or config in place of a number "
                          "of parameters; give that, or a ModelShape")
     slots = OPTIMIZER_SLOTS[optimizer]
-    window: dict[str, Any] = {"accumulate": chosen.accumulate,
-                              "reduces_every_backward": chosen.reduces_every_backward}
+    window: dict[str, Any] = {"accumulate": chosen.accumulate, "reduces_every_backward": chosen.reduces_every_backward}
     states = model_states(params, sharding=chosen.sharding, shard=shard, precision=chosen.precision,
                           optimizer_slots=slots, **window)
     total = sum(states.values())

@@ -15,13 +15,11 @@ from dplab.planner.plans import Plan
 from dplab.planner.profile import Profile
 from dplab.planner.recipes import Recipe
 from dplab.planner.recipes import recipe as named_recipe
+from dplab.planner.sharing import TRAVELS
 from dplab.planner.simulate import simulate
 from dplab.planner.split import Split
 from dplab.specs import PRECISIONS, SHARDINGS, Recompute, Strategy
 from dplab.topology import Topology
-
-_TRAVELS = {"bf16": 2.0, "fp16": 2 + 2 / 128, "int8": 1 + 4 / 128, "int8-ef": 1 + 4 / 128}
-"""Bytes of a gradient's element on the wire, the scale of its block of 128 included."""
 
 
 def predict(model: str | Path | dict[str, Any] | Profile, cluster: str | Cluster, strategy: Strategy | str, *,
@@ -57,10 +55,10 @@ def _share(strategy: Strategy, program: Recipe) -> float:
     """Share of a gradient's bytes that travels."""
     if strategy.wire is None:
         return 1.0
-    if strategy.wire not in _TRAVELS:
+    if strategy.wire not in TRAVELS:
         raise UsageError(f"what wire={strategy.wire} sends depends on every matrix's shape and is not predicted; "
-                         f"predict {', '.join(_TRAVELS)}, or leave wire out")
-    return min(1.0, _TRAVELS[strategy.wire] / float(program.grad_bytes(Split(accumulate=strategy.accumulate))))
+                         f"predict {', '.join(TRAVELS)}, or leave wire out")
+    return min(1.0, TRAVELS[strategy.wire] / float(program.grad_bytes(Split(accumulate=strategy.accumulate))))
 
 
 def _emulated(place: Cluster, strategy: Strategy) -> Cluster:
