@@ -252,7 +252,7 @@ def test_a_transport_below_keeps_its_memory_and_its_labels() -> None:
         axis = emulated(Topology.parse("2@pcie4")).world
         flat = axis.housed(torch.zeros(1 << 16))
         axis.reduce_scatter(flat, bucket=3).wait()
-        from dplab.wire.shm.memory import HOMES      # a rank's own: the test's would travel by value
+        from dplab.wire.shm.memory import HOMES  # a rank's own: the test's would travel by value
 
         return HOMES.place(flat) is not None, axis.transport.label
 
