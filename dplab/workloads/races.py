@@ -18,6 +18,7 @@ from dplab.engine import Engine
 from dplab.errors import UsageError
 from dplab.specs import SHARDINGS, Strategy
 from dplab.wire import threads
+from dplab.wire.chain import TwoLevel
 from dplab.wire.late import Late, Prompt
 
 State = dict[str, torch.Tensor]
@@ -89,7 +90,9 @@ def _train(model: Callable[[], nn.Module], initial: State, strategy: Strategy, s
 
 
 def _disturb(engine: Engine, seed: int | None) -> None:
-    for axis in (engine.mesh.shard, engine.mesh.replicate):
+    replicate = engine.mesh.replicate
+    levels = (replicate.inside, replicate.across) if isinstance(replicate, TwoLevel) else ()
+    for axis in (engine.mesh.shard, replicate, *levels):
         axis.transport = Prompt(axis.transport) if seed is None else Late(axis.transport, seed)
     if seed is None:
         return

@@ -363,6 +363,14 @@ def test_training_comes_to_where_it_does_without(strategy: str) -> None:
     assert theirs == pytest.approx(last, abs=0.1)
 
 
+@pytest.mark.parametrize("where", [in_shm, in_processes], ids=["shm", "gloo"])
+@pytest.mark.parametrize("strategy", ["ddp+wire=int8-ef+bucket_mb=1e-05", "zero1+wire=powersgd2+bucket_mb=1e-05",
+                                      "zero3+wire=int8", "ddp+hybrid+topology=2x2@100GB/s+wire=bf16+bucket_mb=1e-05"])
+def test_processes_train_with_codecs_as_threads_do(strategy: str, where: Any) -> None:
+    expected = in_threads(4, losses, strategy, steps=8)
+    assert where(4, losses, strategy, steps=8) == [pytest.approx(each, rel=1e-4) for each in expected]
+
+
 @pytest.mark.parametrize("sharding", ["ddp", "zero1", "zero2", "zero3"])
 def test_a_codec_of_the_users_own(sharding: str) -> None:
     assert sum(in_threads(3, losses, sharding, Signs)[0][-3:]) / 3 < 0.4

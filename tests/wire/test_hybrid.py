@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 import dplab
 from dplab.errors import UsageError, WireError
 from dplab.topology import Device, Hosts
-from dplab.wire import axes, hosts
+from dplab.wire import accelerators, axes, hosts
 from dplab.wire.chain import Chain
 from dplab.wire.collectives import Pending
 from dplab.wire.world import Mesh
@@ -163,7 +164,7 @@ def test_nothing_follows_what_has_failed() -> None:
 def test_ranks_find_their_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     class Everyone:
         def gather_objects(self, mine: str) -> list[str]:
-            return ["b", "a", "b", "a"]
+            return [("b", None), ("a", None), ("b", None), ("a", None)]
 
     world = dplab.World(0, 4, 0, torch.device("cpu"), "gloo")
     found = hosts.found(world, Everyone())  # type: ignore[arg-type]
@@ -171,6 +172,70 @@ def test_ranks_find_their_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.grid() == [[0, 2], [1, 3]]
     monkeypatch.setattr(hosts, "_BOOT", hosts.Path("/nowhere"))
     assert hosts.boot()
+
+
+@pytest.mark.parametrize(("joined", "hosts_"), [
+    ([[0, 1], [0, 1], [2, 3], [2, 3]], [0, 0, 1, 1]),      # two pairs with a bridge each
+    ([[0, 2], [1, 3], [0, 2], [1, 3]], [0, 1, 0, 1]),
+    ([[0, 1, 2], [0, 1, 3], [0, 2, 3], [1, 2, 3]], [0, 0, 0, 0]),      # each joined to two, all to all in the end
+    ([[0], [1], [2], [3]], [0, 0, 0, 0]),      # no NVLink: a host
+    ([[0, 1], [0, 1], [2], [3]], [0, 0, 0, 0]),      # a pair and two alone
+])
+def test_islands_of_nvlink_count_as_hosts(joined: list[list[int]], hosts_: list[int]) -> None:
+    names = hosts.islands(["kernel"] * 4, joined)
+    assert [list(dict.fromkeys(names)).index(name) for name in names] == hosts_
+
+
+def test_islands_stay_on_their_host() -> None:
+    assert len(set(hosts.islands(["a", "a", "b", "b"], [[0, 1], [0, 1], [2, 3], [2, 3]]))) == 2
+
+
+class Nvml:
+    """NVML of a host whose GPUs 0 and 1 have a bridge."""
+
+    NVML_P2P_CAPS_INDEX_NVLINK, NVML_P2P_STATUS_OK = 2, 0
+
+    class NVMLError(Exception):
+        """Its error."""
+
+    def nvmlInit(self) -> None:
+        pass
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> int:
+        if uuid == "GPU-x":
+            raise self.NVMLError
+        return int(uuid[4:])
+
+    def nvmlDeviceGetP2PStatus(self, one: int, other: int, index: int) -> int:
+        assert index == 2
+        return 0 if {one, other} == {0, 1} else 5
+
+
+def test_nvml_says_what_is_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    every = [f"GPU-{number}" for number in range(3)]
+    monkeypatch.setitem(sys.modules, "pynvml", Nvml())
+    assert [accelerators.joined(gpu, every) for gpu in every] == [every[:2], every[:2], every[2:]]
+    assert accelerators.joined("GPU-x", [*every, "GPU-x"]) == ["GPU-x"]      # it does not tell
+    assert accelerators.joined(None, every) == []
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert accelerators.joined("GPU-0", every) == ["GPU-0"]
+    assert accelerators.identity(torch.device("cpu")) is None
+
+
+def test_ranks_with_gpus_find_their_islands(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Everyone:
+        """Four GPUs of one host, of which this rank has the third."""
+
+        def gather_objects(self, mine: Any) -> list[Any]:
+            if isinstance(mine, tuple):
+                return [(mine[0], f"GPU-{rank}") for rank in range(4)]
+            assert mine == [2, 3]
+            return [[0, 1], [0, 1], [2, 3], [2, 3]]
+
+    monkeypatch.setattr(accelerators, "identity", lambda device: "GPU-2")
+    monkeypatch.setattr(accelerators, "joined", lambda mine, others: ["GPU-2", "GPU-3"])
+    world = dplab.World(2, 4, 2, torch.device("cuda", 2), "nccl")
+    assert hosts.found(world, Everyone()).grid() == [[0, 1], [2, 3]]  # type: ignore[arg-type]
 
 
 def test_hosts_that_the_ranks_find_make_the_mesh(monkeypatch: pytest.MonkeyPatch) -> None:

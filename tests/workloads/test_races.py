@@ -18,6 +18,14 @@ def test_no_timing_changes_a_bit(name: str, suffix: str) -> None:
     assert [race.seed for race in races] == [0, 1]
 
 
+@pytest.mark.parametrize("name", [
+    "ddp+wire=int8-ef+bucket_mb=1e-05", "zero1+wire=powersgd2+bucket_mb=1e-05", "zero3+wire=int8",
+    "ddp+hybrid+topology=2x2@100GB/s+bucket_mb=1e-05", "zero3+hybrid+topology=2x2@100GB/s",
+    "zero2+hybrid+topology=2x2@100GB/s+wire=int8+bucket_mb=1e-05"])
+def test_no_timing_changes_a_bit_where_collectives_follow_each_other(name: str) -> None:
+    assert [race.parameter for race in hunt([name], seeds=1, world_size=4, steps=3)] == [None]
+
+
 @pytest.mark.parametrize("name", ["ddp", "zero2"])
 def test_a_wait_that_is_forgotten_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(late._LateWork, "wait", lambda self: None)
