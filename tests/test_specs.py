@@ -21,7 +21,8 @@ strategies = st.builds(
     bucket_mb=st.one_of(st.none(), st.floats(1e-6, 1e6)),
     recompute=st.sampled_from(["none", "full", "keep:attention:matmul", "64mb", "0.5mb"]),
     prefetch=st.booleans(), reshard=st.booleans(), clip_grad_norm=st.one_of(st.none(), st.floats(1e-6, 1e6)),
-    topology=st.sampled_from([None, "2x2@10gbe"]),
+    topology=st.sampled_from([None, "2x2@10gbe", "2x2@1Gb/s:50us,pcie3"]), hybrid=st.booleans(),
+    wire=st.sampled_from([None, "bf16", "fp16", "int8"]),
     shares=st.one_of(st.none(), st.lists(st.integers(0, 9), min_size=1, max_size=4).map(tuple)))
 
 
@@ -56,6 +57,10 @@ def test_the_one_line_form_of_the_contract() -> None:
     ("zero3+recompute+recompute", "gives recompute twice, by 'recompute' and by 'recompute'"),
     ("zero2+accum²", "'accum²' is not known"),
     ("zero2+accum" + "9" * 5000, "is not known; after the name may stand"),
+    ("zero2+hybird", "'hybird' is not known (did you mean 'hybrid'?)"),
+    ("zero2+hybrid+hybrid", "gives hybrid twice, by 'hybrid' and by 'hybrid'"),
+    ("zero2+topology=", "Strategy(topology='') is not allowed; topology is one line such as 2x2@10gbe, or None"),
+    ("zero2+wire=int9", "Strategy(wire='int9') is not known (did you mean 'int8'?); gradients travel as bf16, fp16"),
     ("zero2+accumulate_mode=daily", "accumulate_mode is one of window, micro_batch, or None"),
 ])
 def test_what_is_no_strategy_is_refused(text: str, message: str) -> None:

@@ -10,7 +10,7 @@ Kinds and what their `attrs` hold (bytes and ns are integers):
 |---|---|---|
 | step | train | `micro_batches`, `moved` (False when the weights stayed), `thin` where its spans did not stay (`thinning`) |
 | forward, backward, optimizer | module's class, ... | - |
-| collective | all_reduce, reduce_scatter, all_gather, broadcast, ... | `purpose` (grads, params, control, init), `bucket` (index or None), `bytes` (sent by this rank), `exposed` (ns for which the caller was blocked), `filled` (ns, monotonic: last gradient came; only purpose grads) ; t0 = issued, t1 = done |
+| collective | all_reduce, reduce_scatter, all_gather, broadcast, ... | `purpose` (grads, params, control, init), `bucket` (index or None), `bytes` (sent by this rank), `exposed` (ns for which the caller was blocked), `filled` (ns, monotonic: last gradient came; only purpose grads), `link` (`inside` or `across` hosts, where these are known) ; t0 = issued, t1 = done |
 | unshard, reshard | the unit's name | `bytes` |
 | recompute | the unit's name | `bytes` that its forward did not keep |
 | data | loader | `samples`, `tokens` |
@@ -19,6 +19,7 @@ Kinds and what their `attrs` hold (bytes and ns are integers):
 | gauge | utilization | `cpu` (percent of one core), `gpu`, `gpu_memory`, `power` ...; a name that cannot be measured here is absent |
 | gauge | process | `private` and `resident` bytes of the process; like utilization sampled by the supervisor |
 | gauge | loss | `value`: this rank's mean over the backwards of the window; a run's loss is the mean over ranks |
+| gauge | compression_error | `bucket`, `value`: what a codec lost of what this rank sent, relative L2; of one reduction in 16 |
 | gauge | any other | whatever the program recorded |
 | restart | run | `number`, `world_size` (ranks from then on), `why`; `step` is the first that is trained again: what came before of it and of later ones is void |
 | pause | any | -; the program waited and did not train: steps are counted without it |
