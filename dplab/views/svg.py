@@ -22,6 +22,8 @@ WIDTH, HEIGHT = 480, 285
 _LEFT, _RIGHT, _TOP, _BOTTOM = 50, 14, 56, 22
 _SMALL_TOP = 38
 _SMALL_HEIGHT, _SMALL_LANES, _LANE = 110, 46, 15
+_LABEL = 10
+"""height of a lane's name; one that would lie on the name above is left out"""
 _LOG_LINES, _LOG_LETTERS = 16, 66
 _LANES_UP = 14
 """what a chart of lanes saves at its top: it has no unit there"""
@@ -245,8 +247,12 @@ def _lanes(mark: Lanes, x: _Axis, y: _Axis) -> str:
     starts = np.concatenate([[0], np.cumsum(mark.rows)])
     height = (y.start - y.end) / starts[-1]
     parts = []
+    below = -math.inf
     for lane, name in enumerate(mark.names):
         middle = y.end + height * (starts[lane] + mark.rows[lane] / 2)
+        if middle - below < _LABEL:
+            continue
+        below = middle
         parts.append(f"<text x='{_LEFT - 5}' y='{middle + 4:.1f}' text-anchor='end'>{escape(name)}</text>")
     for index in range(len(mark.lane)):
         role = mark.roles[int(mark.kind[index])]

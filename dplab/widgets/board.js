@@ -180,7 +180,7 @@ const at = (chart, x) => chart.x_label === "step" ? `step ${Math.round(x)}` : `$
 
 // What is under the pointer: parts of a stack and their sum, or the value of every line.
 function values(plot, chart, columns) {
-  const area = chart.marks.findIndex((mark) => mark.kind === "area"), of = area < 0 ? 0 : area;
+  const area = chart.marks.findIndex((mark) => mark.kind === "area"), of = Math.max(area, 0);
   const [xs, ...parts] = columns[of];
   plot.inspect = (pixel) => {
     const x = plot.xInverse(pixel);
@@ -200,7 +200,10 @@ function lanes(plot, mark, [lane, row, start, end, kind]) {
   for (const rows of mark.rows) first.push(first[first.length - 1] + rows);
   const c = plot.context, height = Math.abs(plot.y(1) - plot.y(0)), boxes = [];
   c.textAlign = "right"; c.textBaseline = "middle"; c.fillStyle = plot.ink;
-  mark.names.forEach((name, at) => c.fillText(name, LEFT - 5, plot.y(first[at] + mark.rows[at] / 2)));
+  let below = -Infinity;   // names that would lie on each other are left out
+  mark.names.map((name, at) => [name, plot.y(first[at] + mark.rows[at] / 2)]).forEach(([name, y]) => {
+    if (y - below > 10) c.fillText(name, LEFT - 5, below = y);
+  });
   for (let i = 0; i < lane.length; i++) {
     const role = mark.roles[kind[i]], thin = role === "waiting" ? 0.5 : 0.84;
     const box = [plot.x(start[i]), plot.y(first[lane[i]] + row[i] + (1 - thin) / 2)];
@@ -285,10 +288,9 @@ class Panel {
   redraw(store, rank, style) {
     const chart = this.chart(store, rank);
     if (!chart) return;
-    this.title.textContent = chart.title;
+    [this.title.textContent, this.caption.textContent] = [chart.title, chart.caption];
     this.value.textContent = this.value.title = chart.value;
     this.value.classList.toggle("dplab-alert", chart.alert);
-    this.caption.textContent = chart.caption;
     const log = chart.marks.find((mark) => mark.kind === "log" && mark.lines.length), bars = chart.marks[0].rows;
     this.canvas.hidden = Boolean(log); this.log.hidden = !log;
     if (log) this.print(log.lines);
@@ -352,7 +354,7 @@ function header(spec, send, redraw) {
   const snapshot = button("Snapshot", "of CUDA's memory: run.profile(steps, memory=True)", () => ask("snapshot", "recording …"));
   const stop = button("Stop run", "the same as run.stop() in a cell", () => ask("stop", "stopping …"));
   const strategy = menu("strategy to relaunch under", spec.strategies.map((name) => [name, name]), () => {});
-  const again = button("Relaunch", "the same as run.relaunch(strategy=...) in a cell: stops this run and starts another",
+  const again = button("Relaunch", "the same as run.relaunch(strategy=...) in a cell: stops this run, starts another",
     () => ask("relaunch", "relaunching …", { strategy: strategy.root.value }));
   const compare = menu("run to compare with", [], (chosen) => send({ type: "compare", run: chosen }));
   const past = node("input"), live = button("Live", "the same as board.follow() in a cell", () => seek(null));

@@ -30,6 +30,18 @@ def test_memory_is_bounded_and_the_newest_rows_are_whole(count):
     assert (np.diff(series["x"]) > 0).all()
 
 
+@pytest.mark.parametrize("count", [600, 3000, 30_000, 200_000])
+def test_the_past_is_an_outline_from_its_first_row_on(count):
+    """A falling loss: no stretch of it is left to a straight line, however long the run."""
+    series = Series("x", "y", peak="y", capacity=512)
+    for x in range(count):
+        series.append(x, 1 / (x + 1))
+    gaps = np.diff(np.concatenate([[-1], series["x"]]))
+    assert gaps.max() <= max(1, count / 16)
+    past = series["x"][: len(series) // 2]
+    assert (past < count / 2).sum() >= len(past) / 4
+
+
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=400))
 def test_extremes_survive_every_thinning(values):
     series = Series("x", "y", peak="y", capacity=32)

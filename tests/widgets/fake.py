@@ -8,6 +8,7 @@ from pathlib import Path
 from dplab.errors import RunError
 from dplab.specs import RunSpec
 from dplab.telemetry.events import Event
+from dplab.telemetry.restarts import Restart
 
 
 class FakeReader:
@@ -40,6 +41,7 @@ class FakeRun:
         self.stops = 0
         self.asked: list[str] = []
         self.relaunchable = False
+        self.restarts: list[Restart] = []
 
     def reader(self, *, recent: bool = False, partial: bool = False) -> FakeReader:
         return FakeReader(self)
