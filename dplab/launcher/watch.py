@@ -149,8 +149,12 @@ class Watch:
         spec = self.run.spec
         label = (("run", spec.label),) if spec.label else ()
         return Head(state=self.run.state, problem=self.trouble, facts=(
-            *label, ("strategy", spec.strategy or "its own"), ("ranks", str(spec.world_size)),
+            *label, ("strategy", spec.strategy or "its own"), ("ranks", str(spec.world_size)), *self._restarted(),
             *self.shown.status().facts()))
+
+    def _restarted(self) -> tuple[tuple[str, str], ...]:
+        found = self.run.restarts
+        return (("restarts", f"{len(found)}, last on {found[-1].world_size}: {found[-1].why}"),) if found else ()
 
     def status(self) -> dict[str, Any]:
         """The same in plain values, with what the page's controls need to know."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 from dplab.errors import UsageError
 from dplab.planner import activations, memory
 from dplab.planner.memory import Memory
-from dplab.planner.profile import Profile
+from dplab.planner.profile import Block, Profile
 from dplab.planner.recipes import Recipe
 from dplab.planner.split import RECOMPUTE, Split
 from dplab.specs import Recompute
@@ -32,6 +33,13 @@ def under(rule: Recompute, profile: Profile, split: Split, recipe: Recipe) -> tu
                      * activations.kinds(block, recipe, rule.keep)) for block in profile.blocks)
     text = f" + {kept:.6g} bytes of kept results ({', '.join(rule.keep)})" if rule.keep else ""
     return replace(full, parts={**full.parts, "activations": full.parts["activations"] + kept}), text
+
+
+def flops(block: Block, keep: Sequence[str] = ()) -> float:
+    """FLOPs of one sample that computing one layer again takes: its forward's without what is kept, and without the
+    layer's last product, before which torch stops since backward has all that it asked for."""
+    products = 0.0 if "matmul" in keep else block.matmul_flops() - 2.0 * block.tokens * block.ffn * block.hidden
+    return products + (0.0 if "attention" in keep else block.attention_flops())
 
 
 def _within(rule: Recompute, plain: Memory, full: Memory) -> tuple[Memory, str]:

@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import dplab
 from dplab.core.recompute import within
 from dplab.errors import StateError, UsageError
 from dplab.planner import activations, configs
+from dplab.planner.again import flops
 from dplab.planner.recipes import Recipe
 from dplab.planner.split import Split
 from dplab.specs import SHARDINGS
@@ -142,6 +144,24 @@ def test_the_ledger_holds_what_is_saved_and_the_planner_says_it_before(name: str
             assert row["kept_bytes"] == pytest.approx(kept - 4 * size, rel=0.01, abs=1)
             assert row["ms"] > 0
         assert plain - memory["activations"] == sum(row["saved_bytes"] for row in table.values())
+
+
+def counted(strategy: str) -> int:
+    """FLOPs of the matrix products of one step; torch's counter knows no attention of the CPU."""
+    torch.manual_seed(3)
+    engine = dplab.parallelize(models.build("tiny-gpt", **SHAPE), worlds.adamw, strategy)
+    with FlopCounterMode(display=False) as counter:
+        engine.backward(engine(*batches(1)[0]))
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("again", ["full", "keep:attention", "keep:matmul"])
+def test_what_is_computed_again_is_what_the_planner_says(again: str) -> None:
+    shape = {"model_type": "gpt2", "n_embd": 32, "n_head": 2, "n_layer": 3, "n_positions": 16, "vocab_size": 64}
+    block = configs.model(shape, sequence=16).blocks[0]
+    kinds = {"attention", *again.split(":")[1:]}
+    assert counted(f"ddp+recompute={again}") - counted("ddp") == 3 * 2 * flops(block, tuple(kinds))
+    assert flops(block) - flops(block, ("attention",)) == block.attention_flops()
 
 
 def test_a_budget_recomputes_no_more_units_than_it_must() -> None:

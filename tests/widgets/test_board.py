@@ -11,6 +11,8 @@ import weakref
 import pytest
 
 from dplab.errors import RunError, UsageError
+from dplab.launcher.watch import Watch
+from dplab.telemetry.restarts import Restart
 from dplab.widgets.board import Board
 from tests.views.synthetic import run_events, step_events
 from tests.widgets.fake import FakeRun
@@ -204,6 +206,12 @@ def test_a_run_that_only_starts_says_so(shown):
     assert "starting" in board.summary()
     assert "no loss yet: it appears after the first step" in board.summary()
     assert "no step is complete on every rank yet" in board.svg()
+
+
+def test_a_restarted_run_says_why():
+    run = FakeRun(2, events=run_events(2, 2))
+    run.restarts = [Restart(number=1, at=0, wall=0, rank=1, ranks=2, world_size=1, why="rank 1 of 2 was killed")]
+    assert ("restarts", "1, last on 1: rank 1 of 2 was killed") in Watch(run).head().facts
 
 
 def test_a_failed_run_says_why():
