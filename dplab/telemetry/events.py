@@ -10,7 +10,7 @@ Kinds and what their `attrs` hold (bytes and ns are integers):
 |---|---|---|
 | step | train | `micro_batches`, `moved` (False when the weights stayed), `thin` where its spans did not stay (`thinning`) |
 | forward, backward, optimizer | module's class, ... | - |
-| collective | all_reduce, reduce_scatter, all_gather, broadcast, ... | `purpose` (grads, params, control, init), `bucket` (index or None), `bytes` (sent by this rank), `exposed` (ns for which the caller was blocked), `filled` (ns, monotonic: last gradient came; only purpose grads), `link` (`inside` or `across` hosts, where these are known) ; t0 = issued, t1 = done |
+| collective | all_reduce, reduce_scatter, all_gather, broadcast, ... | `purpose` (grads, params, control, init), `bucket` (index or None), `bytes` (sent by this rank), `exposed` (ns for which the caller was blocked), `filled` (ns, monotonic: last gradient came; only purpose grads), `link` (`inside` or `across` hosts, where these are known), `of` (the collective that it is a part of) ; t0 = issued, t1 = done |
 | unshard, reshard | the unit's name | `bytes` |
 | recompute | the unit's name | `bytes` that its forward did not keep |
 | data | loader | `samples`, `tokens` |

@@ -8,6 +8,7 @@ import numpy as np
 
 from dplab.errors import UsageError
 from dplab.planner.explain import explain
+from dplab.planner.sharing import per_host
 from dplab.specs import DTYPE_BYTES, Placement, Strategy
 from dplab.telemetry.events import Event
 from dplab.views.records import Chart, Lanes, Text
@@ -45,17 +46,21 @@ class WirePanel:
         """Takes a finished step."""
         sent = self._sent[step.rank] = {}
         for span in step.sync():
-            sent[span.name] = sent.get(span.name, 0) + int(span.attrs.get("bytes", 0))
+            name = str(span.attrs.get("of", span.name))
+            sent[name] = sent.get(name, 0) + int(span.attrs.get("bytes", 0))
 
     def predicted(self, rank: int) -> dict[str, float] | None:
         """Bytes by collective that theory has this rank send in a step; None where it cannot be known."""
         held = self._params.get(rank, 0)
         if self._strategy is None or not held:
             return None
-        if self._strategy.sharding.params is Placement.SHARDED:
-            held *= self._world_size
-        return explain(self._strategy, held // DTYPE_BYTES[self._strategy.precision.param or "fp32"],
-                       self._world_size).bytes_sent
+        try:
+            if self._strategy.sharding.params is Placement.SHARDED:
+                held *= per_host(self._strategy, self._world_size)
+            return explain(self._strategy, held // DTYPE_BYTES[self._strategy.precision.param or "fp32"],
+                           self._world_size).bytes_sent
+        except UsageError:      # PowerSGD's depend on shapes, hybrid's on hosts that the strategy may not name
+            return None
 
     def disagreeing(self, rank: int) -> list[str]:
         """Collectives of this rank's newest step whose bytes are not what theory says."""

@@ -275,6 +275,8 @@ class Collectives:
                 attrs["filled"] = part.filled
             if self.link is not None:
                 attrs["link"] = self.link
+            if part.row is not None:
+                attrs["of"] = part.row
             self.recorder.span("collective", name, issued, min(free, work.done_at or free), **attrs)
 
         return Pending(work, ended)
