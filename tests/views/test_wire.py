@@ -46,13 +46,16 @@ def test_bars_are_the_bytes_of_a_step_gradients_first():
     ("ddp", 2, {"all_reduce": 16}), ("zero1", 4, {"reduce_scatter": 12, "all_gather": 12}),
     ("zero3", 2, {"reduce_scatter": 16, "all_gather": 32}),          # each rank holds a half of 32 MB
     ("zero2+bf16", 2, {"reduce_scatter": 8, "all_gather": 8}),       # 16 MB of two-byte weights
-    ("zero2+accum4", 2, {"reduce_scatter": 32, "all_gather": 8})])
+    ("zero2+accum4", 2, {"reduce_scatter": 32, "all_gather": 8}),
+    ("ddp+wire=bf16", 2, {"all_reduce": 8}),
+    ("zero2+hybrid+topology=2x2@10gbe", 4, {"reduce_scatter": 8, "all_reduce": 8, "all_gather": 8}),
+    ("zero3+hybrid+topology=2x2@10gbe", 4, {"reduce_scatter": 16, "all_reduce": 16, "all_gather": 32})])
 def test_theory_is_that_of_the_strategy(strategy, ranks, predicted):
     told = wire(strategy, ranks).predicted(0)
     assert {name: size / 1e6 for name, size in told.items() if size} == predicted
 
 
-@pytest.mark.parametrize("strategy", [None, "zero9"])
+@pytest.mark.parametrize("strategy", [None, "zero9", "ddp+wire=powersgd4", "zero2+hybrid"])
 def test_without_a_strategy_that_is_known_there_is_no_theory(strategy):
     chart = wire(strategy).chart(0)
     assert {bar[0] for bar in bars(chart)} == {"sent"}
@@ -80,7 +83,8 @@ def test_roles_are_those_of_the_timeline_above():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("strategy", "least"), [("ddp", 0.999), ("zero2+bf16", 0.999), ("zero3", 0.9)])
+@pytest.mark.parametrize(("strategy", "least"), [("ddp", 0.999), ("zero2+bf16", 0.999), ("zero3", 0.9),
+                                                  ("ddp+wire=int8+topology=2x1@10gbe", 0.999)])
 def test_a_real_run_sends_what_is_predicted(strategy, least, tmp_path):
     """ZeRO-3 a little less: its root unit stays gathered after its forward."""
     run = dplab.launch("dplab.workloads.train:train", world_size=2, strategy=strategy, root=tmp_path, detach=False,
