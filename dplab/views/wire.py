@@ -75,7 +75,8 @@ class WirePanel:
 
     def chart(self, rank: int, earlier: WirePanel | None = None) -> Chart:
         """One rank's two bars, in MB; below them that of an earlier run, if one is given."""
-        title = f"Wire, rank {rank}"
+        emulated = self._strategy is not None and self._strategy.topology is not None
+        title = f"Wire, rank {rank}" + (", emulated links" if emulated else "")
         if rank not in self._sent:
             return Chart(key="wire", title=title, x_label="MB", y_label="", rank=rank,
                          marks=(Text(text=f"no finished step on rank {rank} yet"),))

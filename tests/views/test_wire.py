@@ -62,6 +62,11 @@ def test_without_a_strategy_that_is_known_there_is_no_theory(strategy):
     assert chart.value == "0.0164 MB sent in a step"
 
 
+def test_emulated_links_are_named():
+    assert wire("zero2+topology=2x1@10gbe").chart(0).title == "Wire, rank 0, emulated links"
+    assert wire("zero2+topology=2x1@10gbe", events=[]).chart(0).title == "Wire, rank 0, emulated links"
+
+
 def test_without_a_gauge_of_the_parameters_there_is_no_theory():
     events = [event for event in run_events(2, 3) if event.name != "memory"]
     assert wire("zero2", events=events).predicted(0) is None

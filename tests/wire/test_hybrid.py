@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -86,6 +88,31 @@ def test_bytes_by_link_equal_the_formulas(sharding: str, hosts_: int, ranks: int
             assert inside <= rows["all_gather"]["bytes"] <= (2 if sharding == "zero3" else 1) * inside
         state = 2 * total // (1 if sharding == "ddp" else ranks)
         assert optimizer == pytest.approx(state, abs=4096)      # padding has none
+
+
+LINKS = "topology=2x2@100GB/s"
+
+
+@pytest.mark.parametrize(("first", "second"), [
+    (f"ddp+hybrid+{LINKS}", "zero1"), (f"zero2+hybrid+{LINKS}", "ddp+wire=int8-ef"), (f"zero3+hybrid+{LINKS}", "zero3"),
+    ("ddp+wire=int8-ef", f"zero2+hybrid+{LINKS}")])
+def test_checkpoints_go_between_meshes_and_codecs(first: str, second: str, tmp_path: Path) -> None:
+    model, batches = build(Uneven, torch.float32), uneven_batches(8)
+
+    def body() -> list[str]:
+        rank = dplab.init().rank
+        saved = dplab.parallelize(copy.deepcopy(model), lambda ps: torch.optim.AdamW(ps, lr=1e-2), first)
+        for turn in range(2):
+            x, y = batches[turn * 4 + rank]
+            saved.backward(saved(x, y))
+            saved.step()
+        saved.save(tmp_path / "all")
+        loaded = dplab.parallelize(copy.deepcopy(model), lambda ps: torch.optim.AdamW(ps, lr=1e-2), second)
+        assert loaded.load(tmp_path / "all") == 2
+        values = loaded.full_state_dict()
+        return [name for name, value in saved.full_state_dict().items() if not torch.equal(value, values[name])]
+
+    assert in_threads(4, body) == [[]] * 4
 
 
 def test_a_flat_ring_leaves_a_host_from_one_rank_of_it() -> None:
