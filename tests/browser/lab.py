@@ -50,6 +50,7 @@ class Lab:
 
     def __init__(self, root: Path, scratch: Path, *, dark: bool = False, ci: bool = False) -> None:
         self.root, self.token, self.port = root, secrets.token_hex(16), free_port()
+        self.runs = scratch / "runs"
         settings = scratch / "settings"
         settings.mkdir(parents=True)
         overrides: dict[str, Any] = {"@jupyterlab/apputils-extension:notification": {
@@ -67,6 +68,7 @@ class Lab:
             self._server = subprocess.Popen(
                 [sys.executable, "-m", "jupyterlab", "--allow-root", "--no-browser", "--ip=127.0.0.1",
                  f"--port={self.port}", f"--IdentityProvider.token={self.token}", "--expose-app-in-browser",
+                 "--JupyterNotebookApp.expose_app_in_browser=True",
                  f"--LabApp.app_settings_dir={settings}", f"--ServerApp.root_dir={root}"],
                 stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True,
                 preexec_fn=functools.partial(linux.die_with, os.getpid()))  # also where pytest itself is killed
@@ -82,9 +84,10 @@ class Lab:
         self.close()
         raise RuntimeError(f"JupyterLab did not answer within {seconds} s:\n{self.log.read_text()[-2000:]}")
 
-    def url(self, notebook: str) -> str:
-        """Address of a notebook below the root."""
-        return f"http://127.0.0.1:{self.port}/lab/tree/{notebook}?token={self.token}&reset"
+    def url(self, notebook: str, *, classic: bool = False) -> str:
+        """Address of a notebook below the root, in JupyterLab or in Notebook 7 (`classic`)."""
+        place = "notebooks" if classic else "lab/tree"
+        return f"http://127.0.0.1:{self.port}/{place}/{notebook}?token={self.token}&reset"
 
     def close(self) -> None:
         """Ends the server and its kernels: all are in the session that we started."""
@@ -109,11 +112,17 @@ def browser_page(*, width: int = 1280, height: int = 1500) -> Iterator[Any]:
             browser.close()
 
 
-def open_notebook(page: Any, lab: Lab, notebook: str) -> None:
+def open_notebook(page: Any, lab: Lab, notebook: str, *, classic: bool = False) -> None:
     """Opens a notebook and waits until its kernel answers."""
-    page.goto(lab.url(notebook))
+    page.goto(lab.url(notebook, classic=classic))
     page.wait_for_function("() => window.jupyterapp", timeout=60_000)
     page.evaluate(_OPEN)
+
+
+def restart_kernel(page: Any) -> None:
+    """Restarts the notebook's kernel and waits until it answers."""
+    page.evaluate("async () => { const {kernel} = window.jupyterapp.shell.currentWidget.sessionContext.session; "
+                  "await kernel.restart(); await kernel.info; }")
 
 
 def command(page: Any, name: str) -> None:

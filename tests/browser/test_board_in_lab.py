@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import platform
 import shutil
@@ -9,6 +10,7 @@ import shutil
 import nbformat
 import pytest
 
+import dplab
 from tests.browser.lab import (
     ALL_RUN,
     AT_STEP,
@@ -20,6 +22,7 @@ from tests.browser.lab import (
     command,
     open_notebook,
     outputs,
+    restart_kernel,
     save,
     switch_theme,
 )
@@ -30,7 +33,8 @@ pytestmark = [
 ]
 NOTEBOOKS = sorted((REPOSITORY / "notebooks").glob("*.ipynb"))
 QUICKSTART = "01-quickstart.ipynb"
-REPLAY, SMALL, STEERED = "replay.ipynb", "small.ipynb", "steered.ipynb"
+REPLAY, SMALL, CLASSIC = "replay.ipynb", "small.ipynb", "classic.ipynb"
+STEERED, ATTACHED = "steered.ipynb", "attached.ipynb"
 STEERING = """import dplab
 def train():
     import sys
@@ -41,7 +45,7 @@ def train():
     for _ in range(100_000):
         engine.backward(engine(torch.ones(256, 64)).square().mean())
         engine.step()
-run = dplab.launch(train, world_size=2, strategy="zero2", detach=False)"""
+run = dplab.launch(train, world_size=2, strategy="zero2")"""
 STEP_IS = "step => Number(document.querySelector('.dplab-board').dataset.step) === step"
 STATE_IS = "state => document.querySelector('.dplab-board').dataset.state === state"
 GONE = "() => !document.querySelector('.dplab-board')"
@@ -51,7 +55,8 @@ COLOURS = """() => [...document.querySelectorAll('.dplab-board canvas')].map(can
     if (pixels[i + 3] > 250) seen.add(pixels[i] * 65536 + pixels[i + 1] * 256 + pixels[i + 2]);
   return [...seen];
 })"""
-CLIPPED = """() => [...document.querySelectorAll('.dplab-panel header > *, .dplab-facts > *')].map(
+CLIPPED = """() => [...document.querySelectorAll(
+  '.dplab-panel header > b, .dplab-value:not(:empty), .dplab-facts > *')].map(
   one => [one.textContent, one.scrollWidth > one.clientWidth + 1 && getComputedStyle(one).display !== 'inline'
     || one.offsetHeight > 24])"""
 GROUND = """() => {
@@ -68,11 +73,15 @@ def lab(tmp_path_factory):
     shutil.copy(REPOSITORY / "notebooks" / QUICKSTART, root)
     cells = ["from tests.widgets.replay import ReplayRun\nfrom dplab.widgets.board import Board\nrun = ReplayRun()",
              "board = Board(run)\nboard", "import time\ntime.sleep(6)"]
-    for name, told in ((REPLAY, cells), (SMALL, cells), (STEERED, [STEERING, "run.dashboard(hz=4)"])):   # a kernel each
+    attach = ["import dplab", "run = dplab.runs()[0]\nrun.dashboard()"]
+    for name, told in ((REPLAY, cells), (SMALL, cells), (CLASSIC, cells), (ATTACHED, attach),      # a kernel each
+                       (STEERED, [STEERING, "run.dashboard(hz=4)"])):
         nbformat.write(nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in told], metadata={
             "kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}), root / name)
     server = Lab(root, folder / "scratch", ci=True)
     yield server
+    for run in dplab.runs(server.runs):
+        run.stop(timeout=0)
     server.close()
 
 
@@ -83,6 +92,7 @@ def page(lab):
         complaints: list[str] = []
         made.on("request", lambda request: asked.append(request.url))
         made.on("pageerror", lambda error: complaints.append(str(error)))
+        made.complaints = complaints
         yield made
         elsewhere = [url for url in asked if not url.startswith((f"http://127.0.0.1:{lab.port}", "data:", "blob:"))]
         assert elsewhere == []
@@ -213,8 +223,28 @@ def test_a_run_is_paused_stepped_looked_back_at_and_relaunched_from_the_page(lab
     page.wait_for_function(AT_STEP, arg=5, timeout=60_000)
     page.locator(".dplab-board").screenshot(path=str(tmp_path / "relaunched.png"))
     assert page.get_by_label("run to compare with").locator("option").count() >= 2
+
+    restart_kernel(page)                             # the board is dead, the run goes on
+    run = dplab.runs(lab.runs)[0]
+    assert (run.state, run.spec.strategy) == ("running", "zero3")
+    open_notebook(page, lab, ATTACHED)
+    command(page, "notebook:run-all-cells")
+    page.wait_for_function(AT_STEP, arg=10, timeout=60_000)
+    page.wait_for_function(AT_STEP, arg=int(board_data(page)["step"]) + 10, timeout=30_000)
     page.get_by_role("button", name="Stop run").click()
     page.wait_for_function(GONE, timeout=60_000)
     said = outputs(page)
     assert len(said) == 1
     assert "zero3, 2 ranks, stopped" in said[0]
+    assert run.state == "stopped"
+
+
+@pytest.mark.skipif(importlib.util.find_spec("notebook") is None, reason="pip install notebook to test Notebook 7")
+def test_the_board_in_notebook_7(lab, page, tmp_path):
+    open_notebook(page, lab, CLASSIC, classic=True)
+    page.complaints.clear()                          # Notebook's own, while it starts
+    command(page, "notebook:run-all-cells")
+    page.wait_for_function(AT_STEP, arg=8, timeout=60_000)
+    page.wait_for_function(AT_STEP, arg=int(board_data(page)["step"]) + 8, timeout=30_000)
+    assert all(page.evaluate(COLOURS)[:7])
+    page.screenshot(path=str(tmp_path / "notebook7.png"))
