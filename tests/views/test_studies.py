@@ -20,6 +20,13 @@ def test_two_lines_and_their_words():
     assert "measured" in drawn.svg
 
 
+def test_lines_may_be_called_otherwise():
+    chart = against([1], [2], [3], title="", x_label="step", y_label="loss", labels=("alone", "two ranks"))
+    assert [mark.label for mark in chart.marks] == ["alone", "two ranks"]
+    assert chart.note == "loss by step: 1: 2 alone, 3 two ranks"
+    assert "two ranks" in picture([chart]).svg
+
+
 def test_columns_of_other_lengths_are_refused():
     with pytest.raises(UsageError, match=r"got 2 values of x, 1 predicted and 2 measured; give as many of each"):
         against([1, 2], [1], [1, 2], title="", x_label="", y_label="")
