@@ -20,7 +20,7 @@ def diagnose(path: Path, *, cores: int | None) -> Diagnosis:
     """
     directory = RunDirectory(path)
     spec = directory.spec
-    facts = gather(RunReader(path).poll(), world_size=spec.world_size, strategy=str(spec.strategy or "") or None,
+    facts = gather(RunReader(path).poll(), world_size=directory.world_size, strategy=str(spec.strategy or "") or None,
                    cores=cores)
     found = findings(facts)
     if directory.state() not in (*ENDED, "paused") and (stuck := hang(directory, time.monotonic_ns())) is not None:

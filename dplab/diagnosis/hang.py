@@ -26,7 +26,7 @@ def hang(directory: RunDirectory, now: int) -> Finding | None:
 
     All ranks note the same things in the same order, so the rank that has noted least is the one that is missed.
     """
-    ranks = range(directory.spec.world_size)
+    ranks = range(directory.world_size)
     pages = {rank: _page(directory, rank) for rank in ranks}
     standing = [page for page in pages.values() if page is not None]
     if not standing or now - max(page.time for page in standing) < STILL_SECONDS * 1e9:

@@ -309,12 +309,19 @@ class Run:
             figures: str | None = self._fold().line()
         except RunError as error:
             figures = str(error)
-        again = self.restarts
-        if again:
-            times = "once" if len(again) == 1 else f"{len(again)} times"
-            state += f", restarted {times}, last on {again[-1].world_size} of {again[-1].ranks} ranks: {again[-1].why}"
-        facts = [self.id, spec.label, what, state, figures, self.failure, self.stopped_by, str(self.path)]
+        facts = [self.id, spec.label, what, state, self._restarted(), figures, self.failure, self.stopped_by,
+                 str(self.path)]
         return [fact for fact in dict.fromkeys(facts) if fact]
+
+    def _restarted(self) -> str | None:
+        try:
+            again = self.restarts
+        except RunError as error:
+            return str(error)
+        if not again:
+            return None
+        times = "once" if len(again) == 1 else f"{len(again)} times"
+        return f"restarted {times}, last on {again[-1].world_size} of {again[-1].ranks} ranks: {again[-1].why}"
 
     def _fold(self) -> Summary:
         if self._reader is None:

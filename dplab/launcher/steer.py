@@ -93,5 +93,5 @@ def request_next_capture(directory: RunDirectory, *, memory: bool, steps: int = 
 
 def _steps(directory: RunDirectory, over: Callable[[list[int]], int]) -> int:
     """Steps that have ended on the rank that is the furthest (`max`) or the least far (`min`)."""
-    pages = [read_state(directory.rank(rank) / "state") for rank in range(directory.spec.world_size)]
+    pages = [read_state(directory.rank(rank) / "state") for rank in range(directory.world_size)]
     return over([0 if page is None else page.step for page in pages])

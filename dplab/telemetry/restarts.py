@@ -42,9 +42,18 @@ def read_restarts(run: Path) -> list[Restart]:
     """A run's restarts, in order; RunError where their file is damaged."""
     found = read_json(run / FILE)
     try:
-        return [Restart(**values) for values in found or ()]
+        told = [Restart(**values) for values in found or ()]
     except TypeError as error:
         raise damaged(run / FILE, "it tells no restarts") from error
+    if not all(_whole(each) for each in told):
+        raise damaged(run / FILE, "it tells no restarts")
+    return told
+
+
+def _whole(told: Restart) -> bool:
+    numbers = (told.number, told.at, told.wall, told.ranks, told.world_size, told.rank or 0)
+    return all(type(each) is int and each >= 0 for each in numbers) and (
+        1 <= told.world_size <= told.ranks and isinstance(told.why, str))
 
 
 def write_restarts(run: Path, restarts: Sequence[Restart]) -> None:

@@ -83,7 +83,9 @@ class Summary:
     def _take_restart(self, event: Event) -> None:
         for step in [step for step in self._losses if step >= event.step]:
             del self._losses[step]
-        self._loss_ranks = {rank for rank in self._loss_ranks if rank < int(number(event, "world_size") or 1)}
+        size = int(number(event, "world_size") or 1)
+        self._loss_ranks = {rank for rank in self._loss_ranks if rank < size}
+        self.memory = {rank: held for rank, held in self.memory.items() if rank < size}
 
     def _take_collective(self, event: Event) -> None:
         self._exposed[event.rank, event.step] += int(number(event, "exposed") or 0)

@@ -16,7 +16,7 @@ import survivors
 
 import dplab
 from dplab.cli import main
-from dplab.errors import RankFailed, UsageError
+from dplab.errors import RankFailed, RunError, UsageError
 from dplab.telemetry.reader import RunReader
 from dplab.telemetry.summary import Summary
 from dplab.workloads.train import train
@@ -79,7 +79,7 @@ def test_the_same_ranks_go_on_to_the_bit(whole: tuple[list[float], list[float]])
     (again,) = run.restarts
     assert (again.rank, again.ranks, again.world_size) == (1, 2, 2)
     assert again.why.startswith("rank 1 of 2 was killed by SIGKILL")
-    assert "finished, restarted once, last on 2 of 2 ranks: rank 1 of 2 was killed by SIGKILL" in repr(run)
+    assert "finished · restarted once, last on 2 of 2 ranks: rank 1 of 2 was killed by SIGKILL" in repr(run)
     assert Summary().feed(run.events()).steps == STEPS
     # a reader that has seen the steps which were trained again is told from which on
     (told,) = [event for event in run.events() if event.kind == "restart"]
@@ -94,6 +94,9 @@ def test_the_ranks_that_are_left_go_on(whole: tuple[list[float], list[float]]) -
     assert run.restarts[0].world_size == 1
     assert curve(run) == pytest.approx(whole[1], rel=1e-6)
     assert len(curve(run)) == STEPS
+    assert set(run.memory()) == {0}
+    assert run.steps == STEPS
+    assert "1 rank" in str(run.diagnose())
 
 
 def test_before_the_first_checkpoint_it_begins_anew(whole: tuple[list[float], list[float]]) -> None:
@@ -135,6 +138,24 @@ def test_bad_input(options: dict[str, int], message: str) -> None:
     with pytest.raises(UsageError) as caught:
         start(**options)
     assert str(caught.value) == message
+
+
+@pytest.mark.parametrize("text", [
+    '{"number": 1}', '[{"number": 1}]', "[3]", "[" * 5000,
+    '[{"number": 1, "at": 0, "wall": 0, "rank": 0, "ranks": 2, "world_size": 3, "why": ""}]',
+    '[{"number": "1", "at": 0, "wall": 0, "rank": 0, "ranks": 2, "world_size": 2, "why": ""}]'])
+def test_a_damaged_record_is_told(text: str, tmp_path: Path) -> None:
+    run = dplab.launch(os.getpid, detach=False)
+    run.wait(60)
+    (run.path / "restarts.json").write_text(text)
+    with pytest.raises(RunError, match=r"restarts.json is (damaged: it tells no restarts|not JSON)"):
+        _ = run.restarts
+    assert "restarts.json is" in repr(run)
+
+
+def test_a_fresh_interpreter_restarts_too(whole: tuple[list[float], list[float]]) -> None:
+    run = killed_run(1, 6, max_restarts=1, warm=False)
+    assert run.wait(120)[0]["losses"] == whole[0]
 
 
 def test_the_command_restarts_too(capsys: pytest.CaptureFixture[str]) -> None:
