@@ -83,9 +83,15 @@ class Explanation:
         n, roles = self.world_size, self.roles
         shard = per_host(self.strategy, n)
         share = f"1/{shard}" if shard > 1 else "all"
+        reduce = roles.reduce
+        if self.strategy.hybrid:
+            reduce = "reduce-scatter inside a host, all-reduce across hosts" + (
+                ", all-gather inside" if self.strategy.sharding.optim is Placement.REPLICATED else "")
+        if self.strategy.wire is not None:
+            reduce += f", as {self.strategy.wire}{' between hosts' if self.strategy.hybrid else ''}"
         lines = [f"{self.strategy} on {n} rank{'s' * (n > 1)}, {self.numel:,} parameters (predicted, one rank)", "",
                  f"  parameters         {roles.params}", f"  gradients          {roles.grads}",
-                 f"  gradients reduce   {roles.reduce}", f"  after the step     {roles.after_step}",
+                 f"  gradients reduce   {reduce}", f"  after the step     {roles.after_step}",
                  f"  around a unit      {roles.around_unit}", "",
                  f"memory: {self.bytes_per_parameter} bytes a parameter before sharding, in {self.precision}"]
         whole = held_whole(self.strategy.sharding, accumulate=self.strategy.accumulate,

@@ -51,6 +51,15 @@ def test_states_are_cut_inside_a_host():
     assert dplab.estimate(8e6, 8, f"{strategy}+fp32").model_states_bytes["optimizer"] == 2 * 8e6
 
 
+@pytest.mark.parametrize(("strategy", "told"), [
+    ("zero2+hybrid+topology=2x4@100gbe", "gradients reduce   reduce-scatter inside a host, all-reduce across hosts\n"),
+    ("ddp+hybrid+topology=2x4@100gbe+wire=int8", "gradients reduce   reduce-scatter inside a host, all-reduce across "
+                                                 "hosts, all-gather inside, as int8 between hosts\n"),
+    ("ddp+wire=bf16", "gradients reduce   all-reduce, as bf16\n")])
+def test_it_says_in_which_levels_and_form(strategy, told):
+    assert told in str(dplab.explain(strategy, 8e6, 8))
+
+
 @pytest.mark.parametrize(("strategy", "ranks", "message"), [
     ("zero2+hybrid", 4, r"strategy 'zero2\+hybrid' shards inside a host, and nothing says how many ranks a host has; "
                         r"name hosts and links too, such as topology=2x8@100gbe"),
