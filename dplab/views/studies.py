@@ -19,15 +19,14 @@ def against(x: Sequence[float], predicted: Sequence[float], measured: Sequence[f
     if not len(x) == len(predicted) == len(measured) or not len(x):
         raise UsageError(f"against() got {len(x)} values of x, {len(predicted)} predicted and {len(measured)} "
                          f"measured; give as many of each, at least one")
-    named = dict(zip(("predicted", "measured"), labels, strict=True))
-    columns = {role: np.asarray(values, dtype=np.float64)
-               for role, values in (("predicted", predicted), ("measured", measured))}
-    said = "; ".join(f"{short(float(at))}: {short(told)} {labels[0]}, {short(real)} {labels[1]}" for at, told, real in zip(
-        x, columns["predicted"], columns["measured"], strict=True))
-    top = 1.1 * max(float(values.max()) for values in columns.values())
+    columns = [np.asarray(values, dtype=np.float64) for values in (predicted, measured)]
+    said = "; ".join(f"{short(float(at))}: {short(told)} {labels[0]}, {short(real)} {labels[1]}"
+                     for at, told, real in zip(x, *columns, strict=True))
+    top = 1.1 * max(float(values.max()) for values in columns)
     places = np.asarray(x, dtype=np.float64)
-    return Chart(key="study", title=title, x_label=x_label, y_label=y_label, caption=caption,
-                 marks=tuple(Line(role=role, x=places, y=values, label=named[role]) for role, values in columns.items()),
+    lines = tuple(Line(role=role, x=places, y=values, label=label) for role, values, label in zip(
+        ("predicted", "measured"), columns, labels, strict=True))
+    return Chart(key="study", title=title, x_label=x_label, y_label=y_label, caption=caption, marks=lines,
                  note=f"{y_label} by {x_label}: {said}", y_range=(0.0, top))
 
 
