@@ -69,6 +69,11 @@ class Recomputed:
         attribute = "_call_impl" if unit.module._compiled_call_impl is None else "_compiled_call_impl"
         self._call: Callable[..., Any] = getattr(unit.module, attribute)
         unit.module.__dict__[attribute] = self
+        unit.module.compile = self._compile  # type: ignore[method-assign]
+
+    def _compile(self, *args: Any, **kwargs: Any) -> None:
+        """As nn.Module.compile: what is checkpointed is compiled, and not the checkpoint."""
+        self._call = torch.compile(self._call, *args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.on or not torch.is_grad_enabled() or in_transform():

@@ -236,17 +236,27 @@ def test_without_gradients_nothing_is_checkpointed() -> None:
     assert all(row["saved_bytes"] == 0 for row in engine.recomputed().values())
 
 
-def test_a_unit_compiled_before_is_recomputed_too() -> None:
+@pytest.mark.parametrize("first", ["compile", "parallelize"])
+def test_a_compiled_unit_is_recomputed_too(first: str) -> None:
     def body(strategy: str) -> Any:
         torch.manual_seed(3)
         model = models.build("tiny-gpt", **SHAPE)
-        for block in model.blocks:
-            block.compile(backend="eager")
-        return trained(model, strategy)
+        if first == "compile":
+            for block in model.blocks:
+                block.compile(backend="aot_eager")
+        engine = dplab.parallelize(model, worlds.adamw, strategy)
+        if first == "parallelize":
+            for block in model.blocks:
+                block.compile(backend="aot_eager")
+        for batch in batches(3):
+            engine.backward(engine(*batch))
+            engine.step()
+        return engine.full_state_dict(), [], engine.recomputed(), engine.memory()
 
     plain, again = body("ddp"), body("ddp+recompute")
     assert same(plain, again)
     assert again[3]["activations"] < plain[3]["activations"] / 3
+    assert all(row["saved_bytes"] > 0 for row in again[2].values())
 
 
 transformers = pytest.importorskip("transformers")
