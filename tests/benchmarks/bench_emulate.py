@@ -101,8 +101,8 @@ def open_link(rate: str) -> None:
     command("ip", "link", "add", "name", LINK, "netns", HOSTS[0], "type", "veth", "peer", "name", LINK, "netns",
             HOSTS[1])
     for number, host in enumerate(HOSTS, start=1):
-        for words in (["addr", "add", f"10.78.0.{number}/24", "dev", LINK], ["link", "set", LINK, "mtu", str(MTU), "up"],
-                      ["link", "set", "lo", "up"]):
+        for words in (["addr", "add", f"10.78.0.{number}/24", "dev", LINK], ["link", "set", "lo", "up"],
+                      ["link", "set", LINK, "mtu", str(MTU), "up"]):
             command("ip", "-n", host, *words)
         command("ip", "netns", "exec", host, "sysctl", "-q", "-w", "net.ipv4.tcp_slow_start_after_idle=0")
         # no bucket that hides the limit from small messages
