@@ -129,7 +129,7 @@ def test_explain(capsys):
     (["estimate", "--params", "1e9", "--world-size", "2", "--fast"],
      "unrecognized arguments: --fast; see dplab estimate --help"),
     (["--json", "runs"], "unrecognized arguments: --json; see dplab runs --help (--json stands after the verb)"),
-    (["runs", "extra"], "unrecognized arguments: extra; see dplab runs --help"),
+    (["runs", "one", "extra"], "unrecognized arguments: extra; see dplab runs --help"),
     (["doctor", "--seeds", "2"], "--seeds is the number of delayed runs of a race hunt; give --races too"),
     (["lab", "--copy-only", "here"], "lab --copy-only copies the notebooks into the current folder; leave here out"),
     (["calibrate", "--show", "--quick"], "--show measures nothing; leave --quick and --backend out"),

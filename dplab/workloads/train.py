@@ -13,6 +13,9 @@ from dplab.errors import UsageError
 from dplab.workloads import corpora, models
 from dplab.workloads.catalog import optimizer_class, workload
 
+TELL_EVERY = 20
+"""Steps from one line that rank 0 prints to the next."""
+
 
 def train(*, model: str = "tiny-gpt", data: str | None = None, steps: int = 200, batch_size: int = 8,
           lr: float = 1e-3, seed: int = 0, optimizer: str = "adamw",
@@ -38,6 +41,7 @@ def train(*, model: str = "tiny-gpt", data: str | None = None, steps: int = 200,
     batches = dplab.loader(dataset, batch_size=batch_size if rest else share, seed=seed)
     engine = dplab.parallelize(net, optimizer=lambda params: make_optimizer(params, lr=lr), strategy=strategy)
     watch = dplab.Lens(engine) if lens else None
+    print(f"rank {world.rank} of {world.size}: {model} under {engine.strategy} on {world.device}, {world.backend}")
 
     losses: list[float] = []
     kept = None if checkpoint_every is None else Kept(engine, batches, checkpoint_every)
@@ -53,6 +57,8 @@ def train(*, model: str = "tiny-gpt", data: str | None = None, steps: int = 200,
         if engine.step():
             losses.append(sum(window) / len(window))
             window.clear()
+            if len(losses) % TELL_EVERY == 0 and world.rank == 0:
+                print(f"step {len(losses)}: loss {losses[-1]:.3f} on this rank")
             if watch is not None:
                 watch.record()
             if kept is not None and len(losses) < steps:

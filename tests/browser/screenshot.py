@@ -15,7 +15,7 @@ from tests.browser.lab import AT_STEP, REPOSITORY, Lab, board_data, browser_page
 NOTEBOOK = "01-quickstart.ipynb"
 
 
-def take(file: Path, *, dark: bool = False, step: int = 60, whole_page: bool = False) -> dict[str, str]:
+def take(file: Path, *, dark: bool = False, step: int = 45, whole_page: bool = False) -> dict[str, str]:
     """Writes a picture of the live board (or of the page around it) and returns what the board says of itself."""
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder) / "notebooks"
@@ -23,7 +23,7 @@ def take(file: Path, *, dark: bool = False, step: int = 60, whole_page: bool = F
         shutil.copy(REPOSITORY / "notebooks" / NOTEBOOK, root)
         lab = Lab(root, Path(folder) / "scratch", dark=dark)
         try:
-            with browser_page(width=1400, height=1000) as page:
+            with browser_page(width=1400, height=1250) as page:
                 open_notebook(page, lab, NOTEBOOK)
                 command(page, "application:toggle-left-area")
                 command(page, "notebook:run-all-cells")
@@ -42,7 +42,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("file", nargs="?", type=Path, default=REPOSITORY / "data" / "images" / "board.png")
     parser.add_argument("--dark", action="store_true")
-    parser.add_argument("--step", type=int, default=60)
+    parser.add_argument("--step", type=int, default=45)
     parser.add_argument("--whole-page", action="store_true")
     arguments = parser.parse_args()
     arguments.file.parent.mkdir(parents=True, exist_ok=True)
