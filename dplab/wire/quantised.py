@@ -26,14 +26,15 @@ class Fp16(Quantised):
 
     def encode(self, rows: torch.Tensor) -> torch.Tensor:
         blocks = rows.reshape(-1, BLOCK)
-        # the largest value of a block lies in [1, 2) afterwards; not a number where it is not finite
+        # the largest value of a block lies in [1, 2) afterwards, unless it is not finite
         exponents = torch.frexp(blocks.abs().amax(1, keepdim=True))[1].sub_(1).clamp_(-126, 126)
-        scaled = torch.ldexp(blocks, -exponents).half()
+        scaled = (blocks * _power_of_two(-exponents)).half()
         return _joined(rows, scaled.view(torch.uint8), exponents.to(torch.int16).view(torch.uint8))
 
     def decode(self, payload: torch.Tensor, n: int) -> torch.Tensor:
         values, exponents = _parted(payload, 2 * BLOCK, 2)
-        return torch.ldexp(values.view(torch.float16).float(), exponents.view(torch.int16).int()).view(-1, n)
+        scales = _power_of_two(exponents.view(torch.int16).int())
+        return values.view(torch.float16).float().mul_(scales).view(-1, n)
 
 
 class Int8(Quantised):
@@ -41,14 +42,19 @@ class Int8(Quantised):
 
     def encode(self, rows: torch.Tensor) -> torch.Tensor:
         blocks = rows.reshape(-1, BLOCK)
-        scales = blocks.abs().amax(1, keepdim=True) / 127
+        scales = blocks.abs().amax(1, keepdim=True).div_(127)
         # a scale that is not finite makes every value of its block so, whatever integer stands beside it
-        values = torch.round(blocks / scales.clamp(min=torch.finfo(torch.float32).tiny)).nan_to_num_(1.0, 1.0, 1.0)
-        return _joined(rows, values.clamp_(-127, 127).to(torch.int8).view(torch.uint8), scales.view(torch.uint8))
+        values = torch.div(blocks, scales.clamp(min=torch.finfo(torch.float32).tiny)).round_().to(torch.int8)
+        return _joined(rows, values.view(torch.uint8), scales.view(torch.uint8))
 
     def decode(self, payload: torch.Tensor, n: int) -> torch.Tensor:
         values, scales = _parted(payload, BLOCK, 4)
-        return (values.view(torch.int8).float() * scales.view(torch.float32)).view(-1, n)
+        return values.view(torch.int8).float().mul_(scales.view(torch.float32)).view(-1, n)
+
+
+def _power_of_two(exponents: torch.Tensor) -> torch.Tensor:
+    """2**exponents as fp32, exactly, for -126 to 127: the bits of such a number are its exponent's."""
+    return (exponents + 127 << 23).view(torch.float32)
 
 
 def _joined(rows: torch.Tensor, values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
