@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._compile import _disable_dynamo
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
@@ -231,8 +232,9 @@ class UnitHooks:
                 self.gathers.left(unit)
 
         # before the user's own hooks, which may compute weights from others (weight norm, pruning)
-        self.handles.append(module.register_forward_pre_hook(enter, prepend=True))
-        self.handles.append(module.register_forward_hook(leave, always_call=True))
+        # a compiled unit stops its graph here: what gathers must run as it is
+        self.handles.append(module.register_forward_pre_hook(_disable_dynamo(enter), prepend=True))
+        self.handles.append(module.register_forward_hook(_disable_dynamo(leave), always_call=True))
 
     def abandon(self) -> None:
         """The modules under way were interrupted, and will not be left."""

@@ -237,7 +237,8 @@ def test_without_gradients_nothing_is_checkpointed() -> None:
 
 
 @pytest.mark.parametrize("first", ["compile", "parallelize"])
-def test_a_compiled_unit_is_recomputed_too(first: str) -> None:
+@pytest.mark.parametrize("name", ["ddp", "zero3"])
+def test_a_compiled_unit_is_recomputed_too(name: str, first: str) -> None:
     def body(strategy: str) -> Any:
         torch.manual_seed(3)
         model = models.build("tiny-gpt", **SHAPE)
@@ -253,7 +254,7 @@ def test_a_compiled_unit_is_recomputed_too(first: str) -> None:
             engine.step()
         return engine.full_state_dict(), [], engine.recomputed(), engine.memory()
 
-    plain, again = body("ddp"), body("ddp+recompute")
+    plain, again = body(name), body(f"{name}+recompute")
     assert same(plain, again)
     assert again[3]["activations"] < plain[3]["activations"] / 3
     assert all(row["saved_bytes"] > 0 for row in again[2].values())
