@@ -33,7 +33,7 @@ MAY_IMPORT = {
     "engine": PURE | {"layout", "wire", "telemetry", "core", "checkpoint", "topology"},
     "workloads": PURE | {"layout", "wire", "telemetry", "core", "engine", ""},
     "peers": PURE | {"layout", "wire", "telemetry", "core", "engine", "workloads", ""},
-    "launcher": PURE | {"telemetry", "views", "diagnosis", "widgets", ""},
+    "launcher": PURE | {"topology", "telemetry", "views", "diagnosis", "widgets", ""},
     "diagnosis": PURE | {"layout", "telemetry", "views"},
     "views": PURE | {"layout", "telemetry", "planner", "cards"},
     "widgets": PURE | {"views", "launcher", "telemetry", "planner", "cards", ""},

@@ -24,6 +24,7 @@ from dplab.launcher.job import RANK_VARIABLES, Job
 from dplab.launcher.run import Run
 from dplab.launcher.starter import start_run
 from dplab.specs import RunSpec, Strategy
+from dplab.topology import Topology
 from dplab.telemetry.files import write_json
 from dplab.telemetry.process import Identity
 from dplab.telemetry.rundir import RunDirectory, require_folder, runs_root
@@ -159,6 +160,11 @@ def _check(name: str, world_size: int, strategy: Strategy | str | None, backend:
         raise UsageError(f"launch(detach={detach!r}) is not allowed; detach is True or False")
     spec = RunSpec(function=name, world_size=world_size, strategy=None if strategy is None else str(strategy),
                    backend=backend, detach=detach, label=label, max_restarts=restarts[0], min_ranks=restarts[1])
+    if strategy is not None and strategy.topology is not None:
+        links = Topology.parse(strategy.topology)
+        links.require(world_size)
+        if strategy.hybrid:
+            links.grid()
     if (reason := too_many(world_size)) is not None:
         raise UsageError(f"launch(world_size={world_size}) is not allowed; {reason}")
     return spec

@@ -7,6 +7,7 @@ import json
 
 import pytest
 
+import dplab
 from dplab.cli import main
 from dplab.commands.compare import _not_emulated
 from dplab.commands.links import emulated, settle
@@ -74,6 +75,17 @@ def test_a_run_on_emulated_links_says_so_and_records_them(capsys):
 def test_a_system_may_name_links_and_a_backend(name, strategy, backend):
     found = system(name)
     assert (found.name, found.strategy, found.backend) == (name, strategy, backend)
+
+
+@pytest.mark.parametrize(("strategy", "message"), [
+    ("zero2+topology=2x2@10gbe", r"topology '2x2@10gbe' has 4 ranks .*, and the world has 2; start 4 ranks"),
+    ("zero2+topology=2x1@10gbee", r"link '10gbee' is not known; the nearest are 10GbE"),
+    ("zero2+hybrid+topology=2x1@10gbe", r"hybrid needs several hosts .* here are 1, 1 ranks on 2 hosts"),
+])
+def test_launch_refuses_links_that_do_not_fit(strategy, message, tmp_path):
+    with pytest.raises(UsageError, match=message):
+        dplab.launch("dplab.workloads.train:train", world_size=2, strategy=strategy, root=tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 def test_rivals_have_no_emulated_links():
