@@ -24,10 +24,10 @@ from dplab.launcher.job import RANK_VARIABLES, Job
 from dplab.launcher.run import Run
 from dplab.launcher.starter import start_run
 from dplab.specs import RunSpec, Strategy
-from dplab.topology import Topology
 from dplab.telemetry.files import write_json
 from dplab.telemetry.process import Identity
 from dplab.telemetry.rundir import RunDirectory, require_folder, runs_root
+from dplab.topology import Topology
 
 BACKENDS = ("gloo", "nccl", "shm")
 LABEL_LENGTH = 80
