@@ -27,9 +27,9 @@ def differences(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor])
     return [name for name in expected if not torch.allclose(got[name], expected[name], rtol=1e-9, atol=1e-12)]
 
 
-@pytest.mark.parametrize("shape", ["2x2", "3x2", "2x3"])
-@pytest.mark.parametrize("extra", ["", "+bucket_mb=1e-05", "+accum2", "+accum2+accumulate_mode=micro_batch",
-                                   "+clip_grad_norm=0.05"])
+@pytest.mark.parametrize(("shape", "extra"), [
+    ("2x2", ""), ("2x2", "+accum2"), ("2x2", "+accum2+accumulate_mode=micro_batch"), ("2x2", "+clip_grad_norm=0.05"),
+    ("3x2", ""), ("2x3", "+bucket_mb=1e-05")])
 @pytest.mark.parametrize("sharding", SHARDINGS)
 def test_it_trains_as_one_process_does(sharding: str, extra: str, shape: str) -> None:
     size, window = {"2x2": 4}.get(shape, 6), 2 if "accum2" in extra else 1
