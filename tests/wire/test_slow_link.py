@@ -13,6 +13,7 @@ from tests.benchmarks import bench_emulate as bench
 
 pytestmark = [
     pytest.mark.root,
+    pytest.mark.slow,
     pytest.mark.skipif(not shutil.which("ip") or not shutil.which("tc") or os.geteuid() != 0,
                        reason="needs root, iproute2 and tc for a slow link between network namespaces"),
 ]
