@@ -45,8 +45,8 @@ def _less_wire(facts: Facts) -> tuple[str, float]:
                 f"makes the others wait on the wire"), facts.cores / facts.world_size
     if strategy is not None and strategy.sharding.params is Placement.SHARDED:
         return f"'{strategy}' sends 3u a step and zero2 2u, where its memory allows", 2 / 3
-    if strategy is not None and strategy.precision.param is None and strategy.precision.autocast is None:
-        return f"'{_with(strategy, 'bf16')}': half the bytes", 1 / 2
+    if strategy is not None and strategy.precision.param is None and strategy.wire is None:
+        return f"'{_with(strategy, 'wire=bf16')}': half the bytes travel, and sums stay fp32", 1 / 2
     if strategy is not None and strategy.accumulate == 1:
         return f"'{_with(strategy, 'accum4')}': one synchronisation for four micro-batches", 1 / 4
     return "a larger micro-batch, or more of them a window: as much is sent for more samples", 1 / 2

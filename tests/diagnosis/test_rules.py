@@ -65,10 +65,10 @@ MORE = "a larger micro-batch, or more of them a window: as much is sent for more
 
 
 @pytest.mark.parametrize(("strategy", "remedy", "left"), [
-    ("ddp", "'ddp+bf16': half the bytes", 1 / 2),
+    ("ddp", "'ddp+wire=bf16': half the bytes travel, and sums stay fp32", 1 / 2),
     ("zero2+bf16", "'zero2+bf16+accum4': one synchronisation for four micro-batches", 1 / 4),
     ("zero3", "'zero3' sends 3u a step and zero2 2u, where its memory allows", 2 / 3),
-    ("zero2+amp-bf16+accum2", MORE, 1 / 2), (None, MORE, 1 / 2)])
+    ("zero2+bf16+accum2", MORE, 1 / 2), (None, MORE, 1 / 2)])
 def test_communication_above_thirty_percent(strategy: str | None, remedy: str, left: float) -> None:
     seen = only("communication", 2, strategy=strategy, compute=55.0, exposed=40.0)
     assert seen.what == "40% of a step waits for the wire"
