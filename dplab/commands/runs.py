@@ -36,6 +36,8 @@ def add(verbs: Verbs) -> None:
                   example="dplab attach RUN --stop")
     parser.add_argument("run_id", metavar="RUN", help="a run's id, the beginning of one, or a directory")
     parser.add_argument("--stop", action="store_true", help="ask the run to end, and wait for that")
+    parser.add_argument("--pause", action="store_true", help="make its ranks wait at the end of a step")
+    parser.add_argument("--resume", action="store_true", help="let a paused run go on, and follow it")
     parser = verb(verbs, "trace", trace, about="write a run's time line for ui.perfetto.dev",
                   example="dplab trace RUN -o trace.json")
     parser.add_argument("run_id", metavar="RUN", help="a run's id, the beginning of one, or a directory")
@@ -98,6 +100,14 @@ def attach(args: argparse.Namespace) -> Answer:
     from dplab.launcher.run import attach as attached
 
     run = attached(args.run_id)
+    if args.stop + args.pause + args.resume > 1:
+        raise UsageError("attach takes one of --stop, --pause and --resume")
+    if args.pause:
+        state = run.pause()
+        steps = run.steps or 0
+        return Answer({"id": run.id, "state": state, "steps": steps}, f"run {run.id} {state} after {steps} steps")
+    if args.resume:
+        run.resume()
     if args.stop:
         run.stop()
     reader, summary, line = run.reader(), Summary(), ProgressLine()

@@ -30,9 +30,15 @@ def request_pause(directory: RunDirectory) -> None:
 
 def request_resume(directory: RunDirectory) -> None:
     """Lets the ranks go on. A run that is being stopped is not let go: it ends where it stands."""
-    if directory.state() not in (*ENDED, "stopping"):
-        go = read_pause(directory.control).go
-        write_pause(directory.control, Pause(False, max(go, _steps(directory, max) + 1)))
+    if directory.state() in (*ENDED, "stopping"):
+        return
+    # A later pause must not hold a rank where another has gone on by this resume. Those that wait, or have agreed to,
+    # do so at the end of the step that a page tells, which may be one behind; looked at once more when the wish is
+    # there, since until then they went on agreeing.
+    go = max(read_pause(directory.control).go, _steps(directory, max) + 2)
+    write_pause(directory.control, Pause(False, go))
+    if (later := _steps(directory, max) + 2) > go:
+        write_pause(directory.control, Pause(False, later))
 
 
 def request_step(directory: RunDirectory, steps: int = 1) -> int:

@@ -96,10 +96,25 @@ def test_a_rank_of_a_paused_run_that_is_killed_fails_the_run() -> None:
     assert "rank 1" in (run.failure or "")
 
 
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+def test_a_pause_that_outlasts_the_wire_s_patience_is_no_hang(backend: str) -> None:
+    run = dplab.launch(rank_programs.train_small, world_size=2, strategy="zero2", detach=False, backend=backend,
+                       env={"DPLAB_TIMEOUT": "1"})
+    until(lambda: run.steps)
+    run.pause()
+    began, steps = time.monotonic(), run.steps or 0
+    until(lambda: time.monotonic() > began + 1.5)
+    assert run.state == "paused"
+    assert run.step() == steps + 1
+    run.resume()
+    until(lambda: (run.steps or 0) > steps + 5)
+    assert run.stop() == "stopped"
+
+
 def test_wishes_that_come_and_go_quickly_leave_no_rank_behind() -> None:
     """Ranks look at the file at different moments: however it changes meanwhile, all of them wait at one step."""
     run = started()
-    for round_ in range(25):
+    for round_ in range(60):
         run.request_pause()
         if round_ % 3:
             run.request_resume()
@@ -223,3 +238,18 @@ def test_steps_that_are_over_cannot_be_profiled_and_an_ended_run_neither() -> No
     with pytest.raises(RunError, match=rf"run {run.id} has ended \(stopped\); only steps of a run that goes can be "
                                        rf"recorded"):
         run.profile((10**6, 10**6 + 1))
+
+
+def test_the_command_line_pauses_and_resumes(capsys: pytest.CaptureFixture[str]) -> None:
+    from dplab.cli import main
+
+    run = started()
+    assert main(["attach", run.id, "--pause", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told == {"id": run.id, "state": "paused", "steps": run.steps}
+    assert main(["attach", run.id, "--pause", "--stop"]) == 2
+    assert "attach takes one of --stop, --pause and --resume" in capsys.readouterr().err
+    run.request_resume()
+    until(lambda: run.state == "running")
+    assert main(["attach", run.id, "--stop", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["state"] == "stopped"
