@@ -10,8 +10,9 @@ import torch
 
 
 def identity(device: torch.device) -> str | None:
-    """What NVML knows a rank's GPU by; None on a CPU."""
-    return f"GPU-{torch.cuda.get_device_properties(device).uuid}" if device.type == "cuda" else None
+    """What NVML knows a rank's GPU by; None on a CPU, and where torch does not tell."""
+    uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None) if device.type == "cuda" else None
+    return None if uuid is None else f"GPU-{uuid}"
 
 
 def joined(mine: str | None, others: Sequence[str]) -> list[str]:
