@@ -207,11 +207,12 @@ class RunDirectory:
         return "paused" if self._paused() else "running"
 
     def _paused(self) -> bool:
-        """True where every rank waits because somebody asked for it."""
-        if not wishes.read_pause(self.control).asked:
+        """True where every rank waits because somebody asked for it, and none is about to go on."""
+        wish = wishes.read_pause(self.control)
+        if not wish.asked:
             return False
         pages = (read_state(self.rank(rank) / "state") for rank in range(self.world_size))
-        return all(page is not None and page.phase == wishes.PAUSED for page in pages)
+        return all(page is not None and page.phase == wishes.PAUSED and wish.holds(page.step) for page in pages)
 
     def request_stop(self, grace: float) -> None:
         """Asks the run to end: ranks at the end of their step, the supervisor by force after `grace` seconds."""
