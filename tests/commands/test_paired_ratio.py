@@ -68,4 +68,4 @@ def test_the_table_says_how_it_is_to_be_read():
     told = " ".join(" ".join(notes).split())
     assert "median of the ratios of paired blocks, with the 95 % interval of that median" in told
     assert "may differ from the ratio of the two step times beside it" in told
-    assert "mean over ranks; 3 steps to warm up come before those that count" in told
+    assert "mean over ranks; 6 steps to warm up come before those that count" in told

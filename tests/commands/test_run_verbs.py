@@ -28,7 +28,7 @@ from dplab.views.fold import Fold
 from dplab.wire.world import without_shm
 
 TRAIN_KEYS = {"strategy", "world_size", "backend", "steps", "loss_first", "loss_last", "tokens_per_s",
-              "step_ms_median", "sync_ms_median", "peak_bytes", "memory", "wire", "run_dir"}
+              "step_ms_median", "sync_ms_median", "peak_bytes", "memory", "wire", "recomputed", "restarts", "run_dir"}
 QUICK = ("--batch-size", "1", "--world-size", "2")
 
 
