@@ -130,7 +130,8 @@ def test_explain(capsys):
      "unrecognized arguments: --fast; see dplab estimate --help"),
     (["--json", "runs"], "unrecognized arguments: --json; see dplab runs --help (--json stands after the verb)"),
     (["runs", "one", "extra"], "unrecognized arguments: extra; see dplab runs --help"),
-    (["doctor", "--seeds", "2"], "--seeds is the number of delayed runs of a race hunt; give --races too"),
+    (["doctor", "--seeds", "2"], "--seeds is the number of delayed runs of a race hunt, or of faults of a drill; give "
+                               "--races or --drill too"),
     (["lab", "--copy-only", "here"], "lab --copy-only copies the notebooks into the current folder; leave here out"),
     (["calibrate", "--show", "--quick"], "--show measures nothing; leave --quick and --backend out"),
     (["calibrate", "--backend", "nccl"], "argument --backend: invalid choice: 'nccl'"),
