@@ -12,7 +12,7 @@ from typing import Any
 from dplab.errors import RunError, UsageError
 from dplab.telemetry.rundir import ENDED
 from dplab.views.fold import Fold
-from dplab.views.past import Past
+from dplab.views.past import PIECE, Past
 from dplab.views.records import Head
 from dplab.views.svg import svg
 
@@ -47,11 +47,14 @@ class Watch:
         """Takes what the run has written since the last time."""
         with self._guard:
             try:
-                events = self._reader.poll()
-                if any(event.kind == "restart" for event in events):      # steps of before are void: all anew
-                    earlier, self.fold, self._reader = self.fold.earlier, self._new_fold(), _reader(self.run)
-                    self.fold.earlier, events = earlier, self._reader.poll()
-                self.fold.feed(events)
+                more = True
+                while more:      # in pieces: a long run would not fit in memory at once
+                    events = self._reader.poll(PIECE)
+                    if any(event.kind == "restart" for event in events):      # steps of before are void: all anew
+                        earlier, self.fold, self._reader = self.fold.earlier, self._new_fold(), _reader(self.run)
+                        self.fold.earlier, events = earlier, self._reader.poll()
+                    self.fold.feed(events)
+                    more = self._reader.more
                 problem = self._reader.problem
             except (RunError, OSError) as error:
                 problem = str(error)
@@ -85,7 +88,10 @@ class Watch:
         if other is not None:
             run = _run(other)
             fold = Fold(run.spec.world_size, run.spec.strategy)
-            fold.feed(_reader(run).poll())
+            reader = _reader(run)
+            fold.feed(reader.poll(PIECE))
+            while reader.more:
+                fold.feed(reader.poll(PIECE))
         with self._guard:
             self.fold.earlier = fold
 

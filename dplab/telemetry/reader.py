@@ -38,12 +38,15 @@ class EventCursor:
         self.header: dict[str, Any] | None = None
         self.problem: str | None = None
         """why nothing more is read of it: a line is no event; None where there is none such"""
+        self.more = False
+        """whether the last call left something for the next"""
         self._first = b""
         self._offset = 0
 
-    def poll(self) -> list[Event]:
-        """Events of the lines that became whole since the last call, up to one that is none (`problem`). RunError where
-        the file cannot be read, or is another version's."""
+    def poll(self, limit: int | None = None) -> list[Event]:
+        """Events of the lines that became whole since the last call, up to one that is none (`problem`). `limit`: of so
+        many bytes at most. RunError where the file cannot be read, or is another version's."""
+        self.more = False
         try:
             if os.stat(self.path).st_size == self._offset and not self._replaced:
                 return []
@@ -53,7 +56,10 @@ class EventCursor:
                 if self.problem is not None:
                     return []
                 file.seek(self._offset)
-                data = file.read()
+                data = file.read(-1 if limit is None else limit)
+                if limit is not None and len(data) == limit:
+                    data += file.readline()
+                    self.more = True
         except (FileNotFoundError, NotADirectoryError):
             return []
         except OSError as error:
@@ -125,6 +131,9 @@ class RunReader:
         self._cursors: dict[tuple[int, str], EventCursor] = {}
         self._restarts = 0
         self._pending: list[Restart] = []
+        self._held: list[Event] = []
+        self.more = False
+        """whether the last `poll` left something for the next"""
 
     @property
     def path(self) -> Path:
@@ -146,15 +155,19 @@ class RunReader:
         """Ranks that have a directory by now, in order."""
         return sorted(int(path.name[5:]) for path in self.path.glob("rank-*") if path.name[5:].isdigit())
 
-    def poll(self) -> list[Event]:
+    def poll(self, limit: int | None = None) -> list[Event]:
         """Events of all ranks that are new since the last call, by the time at which they ended.
+
+        `limit`: of so many bytes a file at most, as far as all ranks' go; `more` says whether to call again. So whoever
+        folds them needs little memory, however long the run.
 
         Of a run that was restarted one continuous run: steps that were trained again count as they were the last
         time, as far as they come in one call. An event `restart` says from which step on; who has kept earlier ones
         drops them from there.
         """
         self.problem = None
-        events: list[Event] = []
+        events, self._held = self._held, []
+        ends: list[int] = []
         restarts = read_restarts(self.path)
         self._pending += restarts[self._restarts:]
         self._restarts = len(restarts)
@@ -164,15 +177,22 @@ class RunReader:
                 if key not in self._cursors:
                     self._cursors[key] = EventCursor(self.directory.rank(rank) / name, rank,
                                                      replaced=name in RECENT_FILES)
-                events += self._read(self._cursors[key])
+                found = self._read(self._cursors[key], limit)
+                events += found
+                if self._cursors[key].more:
+                    ends.append(found[-1].t1 if found else -1)
         if self.problem is not None and not self._partial:
             raise RunError(self.problem)
+        self.more = bool(ends)
+        if ends:
+            self._held = [event for event in events if event.t1 > min(ends)]
+            events = [event for event in events if event.t1 <= min(ends)]
         return continuous(events, self._pending)
 
-    def _read(self, cursor: EventCursor) -> list[Event]:
+    def _read(self, cursor: EventCursor, limit: int | None) -> list[Event]:
         """One file's new events; what is wrong with it is noted, so that it hides no other file's."""
         try:
-            events, problem = cursor.poll(), cursor.problem
+            events, problem = cursor.poll(limit), cursor.problem
         except RunError as error:
             events, problem = [], str(error)
         self.problem = self.problem or problem

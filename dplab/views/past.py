@@ -13,9 +13,16 @@ from dplab.views.fold import Fold
 class Reader(Protocol):
     """Hands out the events of a run, each once."""
 
-    def poll(self) -> list[Event]:
-        """Those that are new since the last call."""
+    more: bool
+
+    def poll(self, limit: int | None = None) -> list[Event]:
+        """Those that are new since the last call; `limit`: of so many bytes a file at most, `more` says if some are
+        left."""
         ...
+
+
+PIECE = 1 << 20
+"""Bytes of a rank's file that are read at once."""
 
 
 class Past:
@@ -31,9 +38,10 @@ class Past:
             self._begin()
         while self._fold.pace.steps < step:
             if not self._ahead:
-                self._ahead.extend(self._reader.poll())
-                if not self._ahead:
+                self._ahead.extend(self._reader.poll(PIECE))
+                if not self._ahead and not self._reader.more:
                     break
+                continue
             self._fold.feed((self._ahead.popleft(),))
         return self._fold
 

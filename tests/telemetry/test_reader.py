@@ -172,3 +172,21 @@ def test_identity_tells_a_process_from_its_successor() -> None:
     assert Identity.of(pid) is None  # a zombie is not alive
     os.waitpid(pid, 0)
     assert Identity.of(pid) is None
+
+
+@pytest.mark.parametrize("limit", [1, 100, 1000, 10**6])
+def test_read_in_pieces_it_is_the_same_run(limit: int, directory: RunDirectory) -> None:
+    """Ranks that say more than others (longer files) do not run ahead of them."""
+    for rank, said in ((0, 1), (1, 4)):
+        append(directory, rank, header(rank) + "".join(
+            Event("log", "x", rank, at, 10 * at, 10 * at, {"text": "x" * said * 20}).to_line() + "\n"
+            for at in range(200) for _ in range(said)))
+    whole, reader, pieces = RunReader(directory.path).poll(), RunReader(directory.path), []
+    while True:
+        pieces.append(reader.poll(limit))
+        if not reader.more:
+            break
+    events = [event for piece in pieces for event in piece]
+    assert events == whole
+    assert [event.t1 for event in events] == sorted(event.t1 for event in events)
+    assert len(pieces) == 1 or max(map(len, pieces)) <= max(10, limit / 20)

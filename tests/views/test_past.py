@@ -15,12 +15,13 @@ class Reader:
     """Hands out everything at the first poll, as a reader of a recorded run does."""
 
     made = 0
+    more = False
 
     def __init__(self, events):
         self._events = events
         Reader.made += 1
 
-    def poll(self):
+    def poll(self, limit=None):
         events, self._events = self._events, []
         return list(events)
 

@@ -15,12 +15,13 @@ class FakeReader:
     """Hands out the events of its run once; raises what the run was told to raise."""
 
     problem: str | None = None
+    more = False
 
     def __init__(self, run: FakeRun) -> None:
         self._run = run
         self._taken = 0
 
-    def poll(self) -> list[Event]:
+    def poll(self, limit: int | None = None) -> list[Event]:
         if self._run.broken:
             raise RunError(self._run.broken)
         fresh = self._run.emitted[self._taken:]
