@@ -22,7 +22,8 @@ class Codec(Protocol):
     """Sums gradients over an axis. Implement it, or subclass `Quantised`, and give it to `parallelize(codec=...)`."""
 
     error: float | None
-    """Of the last reduction, if it was measured: |sent - meant| / |meant| of what this rank sent, in L2 norms."""
+    """Of the last reduction, if it was measured: |sent - meant| / |meant| of the gradients that this rank sent, in L2
+    norms."""
 
     @property
     def held_bytes(self) -> int:
