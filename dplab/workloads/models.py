@@ -141,14 +141,14 @@ class Wait(torch.autograd.Function):
     """Takes as long as it is told, twice that backward, and hands on what it gets; its weight's gradient is zero."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, seconds: float) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: Tensor, weight: Tensor, seconds: float) -> Tensor:
         ctx.save_for_backward(weight)
         ctx.seconds = seconds
         time.sleep(seconds)
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         time.sleep(2 * ctx.seconds)
         return grad, torch.zeros_like(ctx.saved_tensors[0]), None
 
