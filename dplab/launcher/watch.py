@@ -6,6 +6,7 @@ No display of its own: the live board sends what stands here, a still picture dr
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +17,21 @@ from dplab.views.past import PIECE, Past
 from dplab.views.records import Head
 from dplab.views.svg import svg
 
+_MOMENT = 0.3
 _OTHERS = 12
 """Earlier runs that are offered to compare with."""
 
 
 class Watch:
-    """Follows a run, given as a `Run` or as its directory or id. Safe to read from one thread while another feeds."""
+    """Follows a run, given as a `Run` or as its directory or id. Safe to read from one thread while another feeds.
 
-    def __init__(self, run: Any) -> None:
+    `patient`: every `read` takes all there is; else as much as fits in a moment, so that who attaches to a long run
+    sees a picture at once, and then how it catches up.
+    """
+
+    def __init__(self, run: Any, *, patient: bool = True) -> None:
         self._guard = threading.RLock()
+        self._seconds = float("inf") if patient else _MOMENT
         self._take(_run(run))
 
     def _take(self, run: Any) -> None:
@@ -43,12 +50,13 @@ class Watch:
     def _new_fold(self) -> Fold:
         return Fold(self.run.spec.world_size, self.run.spec.strategy)
 
-    def read(self) -> None:
-        """Takes what the run has written since the last time."""
+    def read(self, seconds: float | None = None) -> None:
+        """Takes what the run has written since the last time, within so many seconds (None: the watch's own)."""
+        until = time.monotonic() + (self._seconds if seconds is None else seconds)
         with self._guard:
             try:
                 more = True
-                while more:      # in pieces: a long run would not fit in memory at once
+                while more and time.monotonic() < until:      # in pieces: a long run would not fit in memory at once
                     events = self._reader.poll(PIECE)
                     if any(event.kind == "restart" for event in events):      # steps of before are void: all anew
                         earlier, self.fold, self._reader = self.fold.earlier, self._new_fold(), _reader(self.run)
@@ -60,11 +68,16 @@ class Watch:
                 problem = str(error)
             self.problem = None if problem is None else f"the run cannot be read: {problem}"
 
+    @property
+    def behind(self) -> bool:
+        """Whether the last `read` left some of what the run has written."""
+        return bool(self._reader.more)
+
     def over(self) -> bool:
         """True once the run has ended and everything that it wrote is read."""
         if self.run.state not in ENDED:
             return False
-        self.read()  # written between the last read and the end
+        self.read(float("inf"))  # written between the last read and the end
         return True
 
     # ---- what is looked at

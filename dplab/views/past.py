@@ -21,7 +21,7 @@ class Reader(Protocol):
         ...
 
 
-PIECE = 1 << 20
+PIECE = 1 << 18
 """Bytes of a rank's file that are read at once."""
 
 

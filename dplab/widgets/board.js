@@ -426,10 +426,8 @@ function render({ model, el }) {
   const top = header(spec, send, schedule), panels = [];
   root.append(top.root, grid);
   for (const keys of spec.grid) {   // a cell: a panel, or one with a small one below
-    const cell = node("div", "dplab-cell");
-    panels.push(...keys.map((key, place) => new Panel(key, spec, place > 0, schedule)));
-    cell.append(...panels.slice(-keys.length).map((panel) => panel.root));
-    grid.append(cell);
+    const cell = node("div", "dplab-cell"), own = keys.map((key, place) => new Panel(key, spec, place > 0, schedule));
+    panels.push(...own); cell.append(...own.map((panel) => panel.root)); grid.append(cell);
   }
   el.append(root);
   const first = model.get("snapshot");

@@ -96,7 +96,7 @@ class Board(anywidget.AnyWidget):
         self._keyframe_asked = False
         self._hellos = 0
         self._heard_at = self._keyframe_at = self._drawn_at = time.monotonic()
-        self._watch = Watch(run)
+        self._watch = Watch(run, patient=not self.live)
         self._watch.read()
         content, data = self._watch.message(self._feed, keyframe=True, done=0)
         super().__init__(spec=self._spec(), snapshot={"content": content, "data": data} if self.live else {})
@@ -199,7 +199,7 @@ class Board(anywidget.AnyWidget):
     # ---- the run -------------------------------------------------------------------------------------------------
 
     def stop(self) -> None:
-        """Asks the run to stop: what the button does, for a cell."""
+        """Stops the run, as `Run.stop` does."""
         self.run.stop()
 
     def relaunch(self, strategy: Any = None) -> Any:
@@ -256,8 +256,9 @@ class Board(anywidget.AnyWidget):
         period = _QUIET_PERIOD_S if quiet > _QUIET_S else self._period
         keyframe = self._keyframe_asked or quiet > _QUIET_S or began - self._keyframe_at > _KEYFRAME_S
         self._transmit(keyframe=keyframe)
-        # by what a tick costs, not by how long others kept the processor: a fifth of a core is the most
-        return max(period - (time.monotonic() - began), 4 * (time.thread_time() - used), _LEAST_PAUSE_S)
+        # by what a tick costs, not by how long others kept the processor: a fifth of a core, half to catch up
+        rest = (1 if self._watch.behind else 4) * (time.thread_time() - used)
+        return max(0 if self._watch.behind else period - (time.monotonic() - began), rest, _LEAST_PAUSE_S)
 
     def _perform(self, kind: str, value: Any) -> None:
         """Does what a button asked for; what cannot be done is said on the board."""

@@ -124,3 +124,19 @@ def test_an_end_that_was_written_while_nobody_read_is_the_last_word(directory, s
     write_reserved(directory.path / "exit.json", {
         "state": "finished", "first": None, "collateral": [], "reason": None, "ranks": [], "notes": []})
     until(lambda: shown[-1][0]["text/plain"].startswith("zero2, 2 ranks, finished"))
+
+
+def test_a_long_run_is_a_picture_at_once_and_then_catches_up(directory, comms, monkeypatch):
+    from dplab.launcher import watch
+
+    monkeypatch.setattr(watch, "PIECE", 500)
+    monkeypatch.setattr(watch, "_MOMENT", 0.0)      # one piece at a time... at most
+    board = Board(attach(directory.path), live=True, hz=4)
+    assert board._watch.fold.pace.steps == 0
+    board._watch._seconds = 0.001
+    board._ipython_display_()
+    until(lambda: shown_on(comms).get("steps") == 5)
+    board.close()
+    patient = watch.Watch(attach(directory.path))
+    patient.read()
+    assert patient.fold.pace.steps == 5
