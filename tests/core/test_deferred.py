@@ -102,8 +102,9 @@ def test_h47_setting_up_holds_no_more_than_training_and_a_unit(name: str) -> Non
     for setting_up, training in in_processes(4, body):
         assert setting_up <= training + UNIT
         if name == "zero3":
-            # a fourth of weights and gradients in bf16 and of the master, and one unit in fp32, laid flat, and rounded
-            assert setting_up <= whole // 4 * (2 + 2 + 4) / 4 + 2.5 * UNIT < whole
+            # a fourth of weights and gradients in bf16 and of the master; one unit in fp32, laid flat, and rounded; and
+            # the one before, which the transport may let go of a moment later
+            assert setting_up <= whole // 4 * (2 + 2 + 4) / 4 + 3.5 * UNIT < whole
 
 
 def test_an_optimizer_built_on_the_meta_parameters_keeps_its_groups() -> None:
