@@ -138,7 +138,7 @@ def test_explain(capsys):
     (["trian"], "invalid choice: 'trian'"),
     (["--fast"], "unrecognized arguments: --fast; see dplab --help"),
     (["train", "--strategy", "zero9"], "strategy 'zero9' is not known (did you mean"),
-    (["train", "--strategy", "zero2+shares=1:2"], "shares=(1, 2) is not implemented yet; leave it out"),
+    (["train", "--strategy", "zero2+shares=1:2:3"], "has shares for 3 ranks, and the world has 2; give one for each"),
     (["train", "--world-size", "0"], "argument --world-size: '0' is not a whole number >= 1"),
     (["train", "--steps", "0"], "argument --steps: '0' is not a whole number >= 1"),
     (["train", "--steps", "1e30"], "argument --steps: '1e30' is too large; give a whole number up to 1e+12"),

@@ -23,7 +23,7 @@ strategies = st.builds(
     prefetch=st.booleans(), reshard=st.booleans(), clip_grad_norm=st.one_of(st.none(), st.floats(1e-6, 1e6)),
     topology=st.sampled_from([None, "2x2@10gbe", "2x2@1Gb/s:50us,pcie3"]), hybrid=st.booleans(),
     wire=st.sampled_from([None, "bf16", "fp16", "int8"]),
-    shares=st.one_of(st.none(), st.lists(st.integers(0, 9), min_size=1, max_size=4).map(tuple)))
+    shares=st.one_of(st.none(), st.lists(st.integers(1, 9), min_size=1, max_size=4).map(tuple)))
 
 
 @given(strategies)
@@ -101,12 +101,16 @@ def test_unknown_fields_are_named() -> None:
         Strategy.from_dict({"sharding": "ddp", "bucket_size": 3})
 
 
-@pytest.mark.parametrize(("text", "asked"), [
-    ("zero2+shares=2:1", "shares=(2, 1)"), ("ddp+shares=1:3", "shares=(1, 3)")])
-def test_what_is_not_implemented_is_refused_by_name_when_it_is_to_run(text: str, asked: str) -> None:
-    with pytest.raises(UsageError) as caught:
-        Strategy.parse(text).require_implemented()
-    assert f"{asked} is not implemented yet; leave it out" in str(caught.value)
+@pytest.mark.parametrize("text", ["zero2+shares=0:1", "zero2+shares=-1:1"])
+def test_shares_are_samples(text: str) -> None:
+    with pytest.raises(UsageError, match=r"shares is a number of samples >= 1 for each rank, such as 3:3:2"):
+        Strategy.parse(text)
+
+
+def test_shares_are_for_as_many_ranks_as_there_are() -> None:
+    Strategy.parse("zero2+shares=2:1").require_ranks(2)
+    with pytest.raises(UsageError, match=r"has shares for 2 ranks, and the world has 3; give one for each, or leave"):
+        Strategy.parse("zero2+shares=2:1").require_ranks(3)
 
 
 def test_a_stage_without_the_one_before_is_impossible() -> None:

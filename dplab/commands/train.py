@@ -107,7 +107,7 @@ def threads_of(args: argparse.Namespace) -> int | None:
 
 def train(args: argparse.Namespace) -> Answer:
     """Launches, shows progress, reports."""
-    Strategy.parse(strategy_name(args.strategy)).require_implemented()
+    Strategy.parse(strategy_name(args.strategy))
     (args.strategy,) = settle(args, [args.strategy])
     kwargs = {**checked_workload(args), "steps": args.steps, "checkpoint_every": args.checkpoint_every}
     if args.min_ranks is not None and args.max_restarts is None:

@@ -47,10 +47,10 @@ class Reduction:
     """All trainable buckets of an engine, in launch order."""
 
     def __init__(self, buckets: Sequence[Bucket], mesh: Mesh, recorder: Recorder, *, model: Model, accumulate: int,
-                 every_backward: bool, scaler: LossScaler | None = None) -> None:
+                 every_backward: bool, scaler: LossScaler | None = None, share: int | None = None) -> None:
         self.model = model
         self.buckets, self.mesh, self.recorder, self.scaler = buckets, mesh, recorder, scaler
-        self.accumulate, self.every_backward = accumulate, every_backward
+        self.accumulate, self.every_backward, self.share = accumulate, every_backward, share
         self.window = Window()
         self.syncing = True
         self.filled: Callable[[Bucket], None] = lambda bucket: None
@@ -94,6 +94,9 @@ class Reduction:
         if self.scaler is not None and not self._open:
             raise StateError("loss.backward() was called under a precision that scales the loss; call "
                              "engine.backward(loss)")
+        if self.share is not None and not self._open:
+            raise StateError("loss.backward() was called under a strategy with shares, which weigh each rank's loss; "
+                             "call engine.backward(loss)")
         self.begin()
         task = torch._C._current_graph_task_id()
         if task != self._task:

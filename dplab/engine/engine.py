@@ -62,7 +62,8 @@ class Engine:
         seen = Model(self._census, self._synced, self._owned)
         self._reduction = Reduction(trainable, mesh, self._recorder, model=seen, accumulate=strategy.accumulate,
                                     every_backward=strategy.reduces_every_backward,
-                                    scaler=LossScaler() if scales_loss(strategy.precision) else None)
+                                    scaler=LossScaler() if scales_loss(strategy.precision) else None,
+                                    share=None if strategy.shares is None else strategy.shares[world.rank])
         for pool in pools:
             self._reduction.serve(pool)
         self._ledger = Ledger(self._buckets, pools, self._owned)
@@ -109,7 +110,8 @@ class Engine:
 
     def backward(self, loss: torch.Tensor, *, weight: float | None = None) -> None:
         """Backward of a scalar loss. With `weight` the loss is a sum over that many tokens (or samples), and the
-        gradient becomes the sum over all ranks and micro-batches divided by the sum of all weights.
+        gradient becomes the sum over all ranks and micro-batches divided by the sum of all weights. Without, under a
+        strategy with `shares`, the loss is a mean over this rank's share of samples and weighs as many.
 
         A loss that reaches no parameter still counts: this rank takes part with nothing.
         """
@@ -117,6 +119,9 @@ class Engine:
             raise UsageError(f"engine.backward takes a scalar loss; got {_describe(loss)}")
         if weight is not None and not (isinstance(weight, int | float) and 0 <= weight < float("inf")):
             raise UsageError(f"engine.backward(weight={weight!r}): the weight is a number of tokens or samples, >= 0")
+        if weight is None and self._reduction.share is not None:
+            weight = self._reduction.share
+            loss = loss.float() * weight if loss.element_size() < 4 else loss * weight
         self._reduction.begin(None if weight is None else float(weight))
         self._losses.append((loss.detach(), 1.0 if weight is None else float(weight)))
         scaler = self._reduction.scaler

@@ -53,10 +53,10 @@ def parallelize(
     rank 0's.
     """
     chosen = _strategy(strategy)
-    chosen.require_implemented()
     if not isinstance(model, nn.Module):
         raise UsageError(f"model is a {type(model).__name__}; parallelize takes a torch.nn.Module")
     world = init()
+    chosen.require_ranks(world.size)
     sharded = chosen.sharding.optim is Placement.SHARDED
     if codec is not None and chosen.wire is not None:
         raise UsageError(f"parallelize was given a codec and strategy {str(chosen)!r}, which names one; leave one out")

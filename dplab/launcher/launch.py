@@ -152,7 +152,8 @@ def _check(name: str, world_size: int, strategy: Strategy | str | None, backend:
     _check_label(label)
     if strategy is not None:
         strategy = Strategy.parse(strategy)
-        strategy.require_implemented()
+        if isinstance(world_size, int):
+            strategy.require_ranks(world_size)
     if backend is not None and backend not in BACKENDS:
         raise UsageError(f"launch(backend={backend!r}) is not known; use one of {', '.join(BACKENDS)}, or None for "
                          f"what the machine has")

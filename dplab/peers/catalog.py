@@ -63,7 +63,8 @@ def _system(name: str) -> System:
         raise UsageError(f"system {name!r} is not known; use single, {', '.join(SHARDINGS)} (or a longer strategy such "
                          f"as zero2+accum4), {', '.join(PEERS)}, or deepspeed:1, :2, :3")
     strategy = Strategy.parse(name)
-    strategy.require_implemented()
+    if strategy.shares is not None:
+        raise UsageError(f"system {name!r} cannot be compared: the others' ranks have equal batches; leave shares out")
     if strategy.accumulate > 1:
         raise UsageError(f"system {name!r} cannot be compared: a step of it is {strategy.accumulate} micro-batches, "
                          f"of the others one; leave accum{strategy.accumulate} out")

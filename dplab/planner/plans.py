@@ -69,13 +69,13 @@ class Plan:
         if not self.pure or self.split.offload:
             return None
         values: dict[str, Any] = {"sharding": SHARDINGS[name(self.split.zero)], "accumulate": self.split.accumulate,
-                                  "precision": PRECISIONS[self.precision]}
+                                  "precision": PRECISIONS[self.precision], "hybrid": self.split.groups > 1}
         runs = Strategy(**values, recompute="full" if RECOMPUTE[self.split.recompute] == "full" else "none")
         return runs if self.shares is None or self.shares.equal else replace(runs, shares=self.shares.samples)
 
     @property
     def mesh(self) -> tuple[int, int] | None:
-        """What `parallelize(mesh=...)` takes where shards are cut inside groups of ranks: (groups, ranks of each)."""
+        """Where shards are cut inside groups of ranks: (groups, ranks of each)."""
         return (int(self.split.groups), int(self.split.shard)) if self.split.groups > 1 else None
 
     @property
@@ -99,7 +99,7 @@ class Plan:
         strategy, split = self.strategy, self.split
         groups = f" in {split.groups} groups" if split.groups > 1 else ""
         if strategy is not None:
-            return f"{strategy}{groups}"
+            return str(strategy)
         text = f"{name(split.zero)}+{self.precision}{' + offload' if split.offload else ''}"
         text += "" if self.pure else f" x tp{split.tp} x pp{split.pp}"
         return text + groups + (f" x {split.chunks} chunks" if split.chunks > 1 else "")
@@ -181,7 +181,7 @@ class Plans:
         if plan.split.recompute and plan.strategy is not None and plan.strategy.recompute == "none":
             text += "; let the model checkpoint its blocks (torch.utils.checkpoint)"
         if plan.pure and plan.mesh is not None:
-            text += f"; give parallelize mesh={plan.mesh}"
+            text += f"; shards stay in {plan.split.groups} groups of {plan.split.shard}"
         if plan.split.offload:
             text += f"; {float(plan.memory.host) / 2**30:.1f} GiB a rank on the host"
         return text
@@ -196,8 +196,8 @@ class Plans:
             gain = f"{shares.equal_step / plan.step - 1:.1%} faster than the best equal shares"
         text = (f"{slower}: samples {shares} of a micro-batch by speed and memory, {gain}; the fullest GPU, "
                 f"{shares.gpu}, is {shares.filled:.0%} full")
-        return text + ("" if shares.equal else "; the strategy records the shares, which a run of this version refuses "
-                       "by name")
+        return text + ("" if shares.equal else "; the strategy has the shares, and dplab.loader(data, strategy.shares) "
+                       "deals the samples so")
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""

@@ -32,7 +32,8 @@ class Strategy:
     to emulate (`2x2@10gbe`; see dplab.topology). `hybrid`: shard inside a host and replicate across hosts; where
     nothing is sharded, sum inside hosts first. `wire`: in which form gradients travel between ranks (between hosts, if
     hybrid): `bf16`, `fp16`, `int8`, `int8-ef` (with error feedback), `powersgd4` (rank 4); None: as they are.
-    `shares`: not implemented yet, refused by name when a run starts.
+    `shares`: samples of each rank's micro-batch, in rank order, where ranks have unequal ones (`3:3:2`, for unequal
+    devices): the mean loss that a rank gives to `engine.backward` weighs as many, so that every sample counts alike.
     """
 
     sharding: Sharding = DDP
@@ -70,6 +71,9 @@ class Strategy:
             check(name, getattr(self, name), isinstance(getattr(self, name), bool), "True or False")
         check("clip_grad_norm", self.clip_grad_norm,
                self.clip_grad_norm is None or is_positive(self.clip_grad_norm), "a number above 0, or None")
+        check("shares", self.shares, self.shares is None or (
+            isinstance(self.shares, tuple) and len(self.shares) > 0 and all(is_int(n) and n >= 1 for n in self.shares)),
+            "a number of samples >= 1 for each rank, such as 3:3:2, or None")
         check("topology", self.topology, self.topology is None or (
             isinstance(self.topology, str) and re.fullmatch(r"[^+\s]+", self.topology) is not None),
             "one line such as 2x2@10gbe, or None")
@@ -82,19 +86,11 @@ class Strategy:
             "micro_batch" if self.sharding.grads is Placement.SHARDED else "window")
         return mode == "micro_batch"
 
-    @property
-    def not_implemented(self) -> list[str]:
-        """Fields that ask for something this version cannot do; a run with any of them is refused."""
-        return [f"{name}={getattr(self, name)!r}" for name in ("shares",)
-                  if getattr(self, name) is not None]
-
-    def require_implemented(self) -> None:
-        """Raises UsageError naming every field that a run of this version cannot honour."""
-        if self.not_implemented:
-            raise UsageError(
-                f"strategy {self}: {', '.join(self.not_implemented)} is not implemented yet; "
-                f"leave it out (estimate and explain accept it)"
-            )
+    def require_ranks(self, size: int) -> None:
+        """Raises UsageError where `shares` are not for `size` ranks."""
+        if self.shares is not None and len(self.shares) != size:
+            raise UsageError(f"strategy {str(self)!r} has shares for {len(self.shares)} ranks, and the world has "
+                             f"{size}; give one for each, or leave shares out")
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON; `from_dict` is its inverse."""

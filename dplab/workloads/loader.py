@@ -7,7 +7,7 @@ Training leaves out what does not fill a batch on every rank; evaluation (`shuff
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -27,9 +27,11 @@ class Loader:
     `load_state_dict()` goes on from there, on any number of ranks that divides the samples already taken.
     """
 
-    def __init__(self, dataset: Any, batch_size: int, world: World, *, seed: int, shuffle: bool,
+    def __init__(self, dataset: Any, sizes: Sequence[int], world: World, *, seed: int, shuffle: bool,
                  drop_last: bool) -> None:
-        self.dataset, self.batch_size, self.world = dataset, batch_size, world
+        self.dataset, self.world = dataset, world
+        self.sizes = tuple(sizes)
+        """samples of each rank's batch"""
         self.seed, self.shuffle, self.drop_last = seed, shuffle, drop_last
         self.epoch = 0
         self._taken = 0
@@ -37,8 +39,14 @@ class Loader:
         self._recorder = recorder.current()
 
     @property
+    def batch_size(self) -> int:
+        """Samples of this rank's batch."""
+        return self.sizes[self.world.rank]
+
+    @property
     def global_batch(self) -> int:
-        return self.batch_size * self.world.size
+        """Samples of all ranks' batches together."""
+        return sum(self.sizes)
 
     def __len__(self) -> int:
         """Batches of one epoch on this rank; the same on every rank where the last ones are dropped."""
@@ -50,13 +58,21 @@ class Loader:
         end = len(order) - (len(order) % self.global_batch if self.drop_last else 0)
         while self._taken < end:
             began = self._recorder.open("data", "loader")
-            mine = order[self._taken + self.world.rank:min(end, self._taken + self.global_batch):self.world.size]
+            mine = self._dealt(order[self._taken:min(end, self._taken + self.global_batch)])
             self._taken += self.global_batch
             if mine:
                 batch = _to(default_collate([self.dataset[i] for i in mine]), self.world.device)
                 self._recorder.span("data", "loader", began, now(), samples=len(mine), tokens=_tokens(batch, len(mine)))
                 yield batch
         self.epoch, self._taken = self.epoch + 1, 0
+
+    def _dealt(self, samples: list[int]) -> list[int]:
+        """This rank's of a step's samples: one by one in turn, or a run of them where ranks take unequal numbers."""
+        rank = self.world.rank
+        if len(set(self.sizes)) == 1:
+            return samples[rank::self.world.size]
+        before = sum(self.sizes[:rank])
+        return samples[before:before + self.sizes[rank]]
 
     def order(self, epoch: int) -> list[int]:
         """Indices of the data set in the order in which this epoch goes through them, for all ranks together."""
@@ -74,9 +90,11 @@ class Loader:
         self.seed, self.epoch, self._taken = state["seed"], state["epoch"], state["taken"]
 
 
-def loader(dataset: Any, batch_size: int, *, seed: int = 0, shuffle: bool = True,
+def loader(dataset: Any, batch_size: int | Sequence[int], *, seed: int = 0, shuffle: bool = True,
            drop_last: bool | None = None) -> Loader:
     """Batches of `batch_size` samples a rank from anything with a length and an index; one epoch a loop.
+
+    `batch_size` may be a number for each rank, in rank order: what a strategy with `shares` holds.
 
     Every epoch has another order, by itself. Batches are collated as a DataLoader does and moved to the
     rank's device. `drop_last=None` leaves samples out only when shuffling. Raises UsageError where the ranks
@@ -86,11 +104,18 @@ def loader(dataset: Any, batch_size: int, *, seed: int = 0, shuffle: bool = True
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         raise UsageError(f"dataset is a {type(dataset).__name__}; dplab.loader takes anything with a length and an "
                          f"index (for a stream use your own DataLoader)")
-    if not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1:
+    sizes = list(batch_size) if isinstance(batch_size, Sequence) else [batch_size] * world.size
+    if len(sizes) != world.size:
+        raise UsageError(f"batch_size={batch_size!r} is for {len(sizes)} ranks, and the world has {world.size}; give "
+                         f"one number, or one for each rank")
+    if not all(isinstance(size, int) and not isinstance(size, bool) and size >= 1 for size in sizes):
         raise UsageError(f"batch_size={batch_size!r} is not allowed; it is the samples of one batch on one rank, an "
                          f"integer >= 1")
     drops = shuffle if drop_last is None else drop_last
-    made = Loader(dataset, batch_size, world, seed=seed, shuffle=shuffle, drop_last=drops)
+    if len(set(sizes)) > 1 and not drops:
+        raise UsageError(f"batch_size={batch_size!r} differs between ranks, which is for training; where nothing is "
+                         f"left out give one number, so that dplab.gather can put results in order")
+    made = Loader(dataset, sizes, world, seed=seed, shuffle=shuffle, drop_last=drops)
     if drops and len(made) == 0:
         ranks = f"{world.size} rank{'s' * (world.size > 1)}"
         raise UsageError(f"the data set has {len(dataset)} samples, and {ranks} x batch_size {batch_size} "

@@ -23,11 +23,12 @@ def train(*, model: str = "tiny-gpt", data: str | None = None, steps: int = 200,
           checkpoint_every: int | None = None) -> dict[str, Any]:
     """Trains a workload for `steps` optimizer steps of `batch_size` samples a rank and micro-batch.
 
-    `strategy=None` is the run's own. `lens` keeps the weights of every step for `dplab.compare_runs`. With
-    `checkpoint_every` all state is saved in the run's folder after every so many steps, and a restarted run goes on
-    from there; with fewer ranks than were launched these share the same samples a step, where they divide. Returns this
-    rank's losses (nats, one a step), memory (bytes by category), wire (count and bytes sent by collective) and what was
-    recomputed. UsageError for a name or a path that is not known.
+    `strategy=None` is the run's own; one with `shares` says itself how many samples each rank takes. `lens` keeps the
+    weights of every step for `dplab.compare_runs`. With `checkpoint_every` all state is saved in the run's folder after
+    every so many steps, and a restarted run goes on from there; with fewer ranks than were launched these share the
+    same samples a step, where they divide. Returns this rank's losses (nats, one a step), memory (bytes by category),
+    wire (count and bytes sent by collective) and what was recomputed. UsageError for a name or a path that is not
+    known.
     """
     if steps < 1:
         raise UsageError(f"train(steps={steps}) is not allowed; steps is an integer >= 1")
@@ -38,8 +39,8 @@ def train(*, model: str = "tiny-gpt", data: str | None = None, steps: int = 200,
     dataset = corpora.dataset(data, images=workload(model).data == "images")
     launched = int(os.environ.get("DPLAB_LAUNCHED_SIZE") or world.size)
     share, rest = divmod(batch_size * launched, world.size)
-    batches = dplab.loader(dataset, batch_size=batch_size if rest else share, seed=seed)
     engine = dplab.parallelize(net, optimizer=lambda params: make_optimizer(params, lr=lr), strategy=strategy)
+    batches = dplab.loader(dataset, engine.strategy.shares or (batch_size if rest else share), seed=seed)
     watch = dplab.Lens(engine) if lens else None
     print(f"rank {world.rank} of {world.size}: {model} under {engine.strategy} on {world.device}, {world.backend}")
 

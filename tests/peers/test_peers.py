@@ -101,7 +101,7 @@ def test_what_is_not_installed_says_how_to_get_it(monkeypatch):
 @pytest.mark.parametrize(("name", "sentence"), [
     ("deepspeed:4", "system 'deepspeed:4' is not known; use single, ddp"),
     ("torch:fsdp1", "system 'torch:fsdp1' is not known"),
-    ("zero2+shares=3", r"is not implemented yet"),
+    ("zero2+shares=3:1", "ranks have equal batches; leave shares out"),
     ("ddp+accum2", "a step of it is 2 micro-batches, of the others one; leave accum2 out"),
 ])
 def test_a_system_that_is_not_possible(name, sentence):

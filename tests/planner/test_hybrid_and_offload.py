@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+import dplab
 from dplab.cli import main
 from dplab.errors import UsageError
 from dplab.planner import configs, cost, grid, machine, memory
@@ -66,8 +67,9 @@ def test_the_search_offers_hybrid_sharding_where_shards_would_leave_a_node():
     assert {one.split.zero for one in hybrid} <= {1, 2, 3}
     told = next(row for row in json.loads(json.dumps(found.to_dict()))["plans"] if row["mesh"])
     assert told["mesh"] == [4, 8]
-    assert "give parallelize mesh=(4, 8)" in told["why"]
-    assert "in 4 groups" in str(found)
+    assert "shards stay in 4 groups of 8" in told["why"]
+    assert hybrid[0].strategy.hybrid
+    assert dplab.Strategy.parse(str(hybrid[0])) == hybrid[0].strategy
     assert not any(one.mesh for one in plan("llama-7b", "8xA100-SXM-80GB", 1_048_576, top=20).plans)
     slow = plan("llama-7b", NODES, 1_048_576, data_parallel_only=True, network="10Gb/s", space=Space(zero=(3,)))
     assert slow.best.mesh == (4, 8)

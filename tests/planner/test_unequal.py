@@ -55,14 +55,13 @@ def test_faster_gpus_get_more_and_all_fit():
     assert plans.best.step < plans.best.shares.equal_step
 
 
-def test_the_strategy_records_the_shares_and_why_says_that_a_run_refuses_them():
+def test_the_strategy_has_the_shares_and_why_says_who_deals_them():
     plans = dplab.plan("gpt2-large", CLUSTER, 96 * 1024)
     best = plans.best
     assert best.strategy.shares == best.shares.samples
     assert Strategy.parse(str(best.strategy)) == best.strategy
-    assert "the strategy records the shares, which a run of this version refuses by name" in plans.why(best)
-    with pytest.raises(UsageError, match=r"shares=.* is not implemented yet"):
-        best.strategy.require_implemented()
+    assert "dplab.loader(data, strategy.shares) deals the samples so" in plans.why(best)
+    best.strategy.require_ranks(3)
     told = plans.to_dict()["plans"][0]
     assert told["shares"] == list(best.shares.samples)
     assert told["equal_step_ms"] == pytest.approx(best.shares.equal_step * 1e3)
