@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextvars import ContextVar
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,7 @@ def test_a_trial_ends_as_it_must(seed: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("seconds", ["soon", "0", "-1", "inf", "nan"])
 def test_a_limit_that_is_none_is_refused(seconds: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(world, "_world", ContextVar("world", default=None))      # of no test before this one
     monkeypatch.setenv("DPLAB_TIMEOUT", seconds)
     with pytest.raises(UsageError, match=f"DPLAB_TIMEOUT='{seconds}' is not allowed; it is the seconds that a "
                                          f"collective waits for a rank, a number above 0"):
