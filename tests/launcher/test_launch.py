@@ -183,7 +183,7 @@ def test_bad_input_starts_nothing(runs_folder: Path) -> None:
     refused("launch(world_size=0) is not allowed; world_size is an integer >= 1", world_size=0)
     refused("launch(world_size=9000) is not allowed; this machine has", world_size=9000)
     refused("strategy 'zero9' is not known (did you mean", strategy="zero9")
-    refused("has shares for 3 ranks, and the world has 2; give one for each", strategy="zero2+shares=1:2:3")
+    refused("has shares for 3 ranks, and the world has 1; give one for each", strategy="zero2+shares=1:2:3")
     refused("launch(backend='mpi') is not known; use one of gloo, nccl, shm", backend="mpi")
     refused("launch(detach=1) is not allowed; detach is True or False", detach=1)
     refused("launch(threads=0) is not allowed; threads is an integer >= 1", threads=0)
