@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,10 +25,10 @@ class Kept(Recorder):
 
 
 @pytest.fixture
-def kept() -> Kept:
-    made = Kept()
-    recorder.install(made)
-    return made
+def kept() -> Iterator[Kept]:
+    recorder.install(made := Kept())
+    yield made
+    recorder.install(recorder.NULL)
 
 
 def stream(path: Path, name: str = "stdout") -> streams.Printed:
