@@ -26,9 +26,9 @@ class Kept(Recorder):
 
 @pytest.fixture
 def kept() -> Iterator[Kept]:
-    recorder.install(made := Kept())
+    before = recorder._of_thread.set(made := Kept())
     yield made
-    recorder.install(recorder.NULL)
+    recorder._of_thread.reset(before)
 
 
 def stream(path: Path, name: str = "stdout") -> streams.Printed:
