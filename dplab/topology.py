@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -243,14 +243,20 @@ class Topology(Hosts):
         """How long it takes on links that nobody else uses. `hierarchical_all_reduce`: reduce-scatter inside each
         host, all-reduce across hosts of every piece, all-gather inside."""
         if collective != "hierarchical_all_reduce":
-            return max((load.seconds for load in self.loads(collective, nbytes, ranks).values()), default=0.0)
+            return self.together(collective, nbytes, [range(self.size) if ranks is None else ranks])
         grid = self.grid()
+        columns = list(zip(*grid, strict=True))
+        across = self.together("all_reduce", nbytes / len(grid[0]), columns)
+        return self.seconds("reduce_scatter", nbytes, grid[0]) + across + self.seconds("all_gather", nbytes, grid[0])
+
+    def together(self, collective: str, nbytes: float, groups: Iterable[Sequence[int]]) -> float:
+        """How long it takes where several groups do it at once, each with `nbytes`: a link that they share works for
+        one after the other."""
         work: dict[int, float] = {}
-        for column in zip(*grid, strict=True):
-            for wire, load in self.loads("all_reduce", nbytes / len(grid[0]), column).items():
+        for ranks in groups:
+            for wire, load in self.loads(collective, nbytes, ranks).items():
                 work[wire] = work.get(wire, 0.0) + load.seconds
-        return (self.seconds("reduce_scatter", nbytes, grid[0]) + max(work.values())
-                + self.seconds("all_gather", nbytes, grid[0]))
+        return max(work.values(), default=0.0)
 
     def _carry(self, found: dict[int, Load], giver: int, taker: int, ring: list[int],
                message: tuple[float, int]) -> None:

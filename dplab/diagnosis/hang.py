@@ -11,7 +11,7 @@ from dplab.diagnosis.findings import Finding
 from dplab.errors import RunError
 from dplab.telemetry.process import Identity
 from dplab.telemetry.rundir import RunDirectory
-from dplab.telemetry.state import RankState, read_state
+from dplab.telemetry.state import RankState
 
 STILL_SECONDS = 5.0
 """No rank has noted anything for so long: it hangs, or every rank computes for that long at a time."""
@@ -46,7 +46,7 @@ def hang(directory: RunDirectory, now: int) -> Finding | None:
 
 def _page(directory: RunDirectory, rank: int) -> RankState | None:
     try:
-        return read_state(directory.rank(rank) / "state")
+        return directory.standing(rank)
     except RunError:      # a damaged page of one rank hides no other rank
         return None
 

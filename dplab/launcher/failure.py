@@ -8,7 +8,6 @@ from typing import Any
 from dplab.errors import DplabError, RankFailed, RunError, RunFailed
 from dplab.telemetry.files import damaged, read_json
 from dplab.telemetry.rundir import DAMAGED, RunDirectory
-from dplab.telemetry.state import read_state
 
 _TAIL_LINES = 20
 _LINE = 400
@@ -98,7 +97,7 @@ def _how(end: dict[str, Any]) -> str:
 
 def _standing(directory: RunDirectory, rank: int) -> str:
     try:
-        state = read_state(directory.rank(rank) / "state")
+        state = directory.standing(rank)
     except RunError:      # the page only says where; what happened must still be told
         return "a place that its damaged state page does not tell"
     return "its start, before it recorded anything" if state is None else str(state)

@@ -12,6 +12,8 @@ from pathlib import Path
 from dplab.telemetry.process import LINUX, Identity
 from dplab.telemetry.rundir import RunDirectory
 
+CALL = "call.pkl"
+"""The call, in the run's directory for as long as the run goes."""
 RANK_VARIABLES = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK",
     "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE",

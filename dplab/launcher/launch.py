@@ -20,16 +20,15 @@ from typing import Any
 from dplab import __version__
 from dplab.errors import RunError, UsageError
 from dplab.launcher import payload
-from dplab.launcher.job import RANK_VARIABLES, Job
+from dplab.launcher.job import CALL, RANK_VARIABLES, Job
 from dplab.launcher.run import Run
 from dplab.launcher.starter import start_run
-from dplab.specs import RunSpec, Strategy
+from dplab.specs import BACKENDS, RunSpec, Strategy
 from dplab.telemetry.files import write_json
 from dplab.telemetry.process import Identity
 from dplab.telemetry.rundir import RunDirectory, require_folder, runs_root
 from dplab.topology import Topology
 
-BACKENDS = ("gloo", "nccl", "shm")
 LABEL_LENGTH = 80
 
 
@@ -109,7 +108,7 @@ def _found(run: Run) -> Call:
     directory = RunDirectory(run.path)
     directory.require_private()
     try:
-        encoded = (run.path / payload.CALL).read_bytes()
+        encoded = (run.path / CALL).read_bytes()
     except OSError as error:
         raise RunError(f"run {run.id} cannot be launched again: it has ended, and only the process that launched it "
                        f"keeps what it called; call dplab.launch with its function ({run.spec.function})") from error
@@ -152,15 +151,15 @@ def _check(name: str, world_size: int, strategy: Strategy | str | None, backend:
     _check_label(label)
     if strategy is not None:
         strategy = Strategy.parse(strategy)
-        if isinstance(world_size, int):
-            strategy.require_ranks(world_size)
     if backend is not None and backend not in BACKENDS:
-        raise UsageError(f"launch(backend={backend!r}) is not known; use one of {', '.join(BACKENDS)}, or None for "
-                         f"what the machine has")
+        raise UsageError(f"launch(backend={backend!r}) is not known; use one of {', '.join(sorted(BACKENDS))}, or None "
+                         f"for what the machine has")
     if not isinstance(detach, bool):
         raise UsageError(f"launch(detach={detach!r}) is not allowed; detach is True or False")
     spec = RunSpec(function=name, world_size=world_size, strategy=None if strategy is None else str(strategy),
                    backend=backend, detach=detach, label=label, max_restarts=restarts[0], min_ranks=restarts[1])
+    if strategy is not None:
+        strategy.require_ranks(world_size)
     if strategy is not None and strategy.topology is not None:
         links = Topology.parse(strategy.topology)
         links.require(world_size)
@@ -268,7 +267,7 @@ def _versions() -> dict[str, str | None]:
 
 
 def _write(directory: RunDirectory, call: bytes) -> None:
-    path = directory.path / payload.CALL
+    path = directory.path / CALL
     try:
         write_json(directory.path / "starter.json", None)
         payload.write_private(path, call)

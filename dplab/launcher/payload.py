@@ -23,11 +23,10 @@ import cloudpickle  # type: ignore[import-untyped]
 
 from dplab.errors import RunError, UsageError
 from dplab.launcher import reference
+from dplab.launcher.job import CALL
 from dplab.telemetry.rundir import RunDirectory
 
 Function = Callable[..., Any] | str
-CALL = "call.pkl"
-"""The call, in the run's directory for as long as the run goes."""
 
 _BY_VALUE = threading.Lock()
 """cloudpickle's list of modules that travel by value is one for the process."""

@@ -12,13 +12,13 @@ from dplab.launcher.failure import cause
 from dplab.launcher.job import Job
 from dplab.launcher.verdict import RankEnd
 from dplab.telemetry.files import release, reserve
-from dplab.telemetry.restarts import Restart, write_restarts
+from dplab.telemetry.restarts import Restart, times, write_restarts
 
 
 def again(job: Job, verdict: dict[str, Any], ends: Sequence[RankEnd]) -> tuple[Job | None, str | None]:
     """The job as it goes on, or None and, where that needs saying, why not; writes the restart down. OSError."""
     if verdict["state"] != "failed" or job.restart >= job.max_restarts:
-        return None, f"it had been restarted {_times(job.restart)}" if job.restart else None
+        return None, f"it had been restarted {times(job.restart)}" if job.restart else None
     lost = sorted(end.rank for end in ends if end.died) if job.min_ranks is not None else []
     left = job.world_size - len(lost)
     if left < (job.min_ranks or 1):
@@ -38,7 +38,3 @@ def again(job: Job, verdict: dict[str, Any], ends: Sequence[RankEnd]) -> tuple[J
                    ranks=job.world_size, world_size=left, why=why)
     write_restarts(job.run.path, [*job.run.restarts(), made])
     return replace(job, world_size=left, launched=job.launched or job.world_size, restart=number), None
-
-
-def _times(count: int) -> str:
-    return "once" if count == 1 else f"{count} times"

@@ -14,13 +14,13 @@ from dplab.errors import RunError, RunFailed, UsageError
 from dplab.launcher import payload, steer
 from dplab.launcher.compare import Comparison, compare
 from dplab.launcher.failure import failure_of, headline, stop_reason
+from dplab.launcher.job import CALL
 from dplab.specs import RunSpec, Strategy
 from dplab.telemetry.events import Event
 from dplab.telemetry.lookup import find_run, run_names
 from dplab.telemetry.reader import RunReader
-from dplab.telemetry.restarts import Restart
+from dplab.telemetry.restarts import Restart, times
 from dplab.telemetry.rundir import DAMAGED, ENDED, STOP_SECONDS, RunDirectory, runs_root
-from dplab.telemetry.state import read_state
 from dplab.telemetry.summary import Summary
 
 if TYPE_CHECKING:
@@ -74,8 +74,7 @@ class Run:
     @property
     def steps(self) -> int | None:
         """Optimizer steps that every rank has ended, by their state pages; None before any rank stepped."""
-        pages = [read_state(self._directory.rank(rank) / "state") for rank in range(self._directory.world_size)]
-        return min((0 if page is None else page.step for page in pages), default=0) or None
+        return steer.steps_of(self._directory, min) or None
 
     @property
     def state(self) -> str:
@@ -186,7 +185,7 @@ class Run:
     @property
     def relaunchable(self) -> bool:
         """Whether what the run called is still kept: by the process that launched it, and by the run while it goes."""
-        return self._call is not None or (self.path / payload.CALL).exists()
+        return self._call is not None or (self.path / CALL).exists()
 
     def relaunch(self, strategy: Strategy | str | None = None, *, world_size: int | None = None,
                  label: str | None = None) -> Run:
@@ -320,8 +319,8 @@ class Run:
             return str(error)
         if not again:
             return None
-        times = "once" if len(again) == 1 else f"{len(again)} times"
-        return f"restarted {times}, last on {again[-1].world_size} of {again[-1].ranks} ranks: {again[-1].why}"
+        last = again[-1]
+        return f"restarted {times(len(again))}, last on {last.world_size} of {last.ranks} ranks: {last.why}"
 
     def _fold(self) -> Summary:
         if self._reader is None:

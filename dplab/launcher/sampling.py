@@ -8,7 +8,6 @@ from dplab.errors import RunError
 from dplab.launcher.job import Job
 from dplab.telemetry import utilization
 from dplab.telemetry.event_file import EventFile
-from dplab.telemetry.state import read_state
 
 SECONDS = 0.5
 
@@ -33,7 +32,7 @@ class Sampling:
             if self._ranks is None:
                 self._ranks = self._open()
             for rank, (file, sampler) in enumerate(self._ranks):
-                state = read_state(self._job.rank_directory(rank) / "state")
+                state = self._job.run.standing(rank)
                 step, when = (state.step if state else 0), time.monotonic_ns()
                 file.write([("gauge", name, step, when, when, dict(values))
                             for name, values in sampler.sample().items()])

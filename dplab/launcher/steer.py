@@ -10,7 +10,6 @@ from collections.abc import Callable
 
 from dplab.errors import RunError, UsageError
 from dplab.telemetry.rundir import ENDED, RunDirectory
-from dplab.telemetry.state import read_state
 from dplab.telemetry.wishes import Capture, Pause, read_pause, write_capture, write_pause
 
 PAUSE_SECONDS = 60.0
@@ -35,9 +34,9 @@ def request_resume(directory: RunDirectory) -> None:
     # A later pause must not hold a rank where another has gone on by this resume. Those that wait, or have agreed to,
     # do so at the end of the step that a page tells, which may be one behind; looked at once more when the wish is
     # there, since until then they went on agreeing.
-    go = max(read_pause(directory.control).go, _steps(directory, max) + 2)
+    go = max(read_pause(directory.control).go, steps_of(directory, max) + 2)
     write_pause(directory.control, Pause(False, go))
-    if (later := _steps(directory, max) + 2) > go:
+    if (later := steps_of(directory, max) + 2) > go:
         write_pause(directory.control, Pause(False, later))
 
 
@@ -46,7 +45,7 @@ def request_step(directory: RunDirectory, steps: int = 1) -> int:
     ended when it is paused again. UsageError for a number that is not allowed."""
     if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
         raise UsageError(f"step({steps!r}) is not allowed; give a whole number of steps >= 1")
-    ended = _steps(directory, max)
+    ended = steps_of(directory, max)
     if directory.state() != "paused":
         request_pause(directory)
         return ended
@@ -59,7 +58,7 @@ def wait_until_paused(directory: RunDirectory, steps: int, timeout: float) -> st
     ended. TimeoutError when neither came: the wish stands."""
     deadline = time.monotonic() + timeout
     while (state := directory.state()) not in ENDED:
-        if state == "paused" and _steps(directory, min) >= steps:
+        if state == "paused" and steps_of(directory, min) >= steps:
             return state
         if time.monotonic() >= deadline:
             raise TimeoutError(f"run {directory.path.name} is {state} {timeout:g} s after it was asked to pause; a "
@@ -77,7 +76,7 @@ def request_capture(directory: RunDirectory, steps: tuple[int, int], *, memory: 
     if not allowed:
         raise UsageError(f"profile(steps={steps!r}) is not allowed; give the first and the last step, such as "
                          f"(10, 12), at most {MOST_STEPS} of them")
-    state, ended = directory.state(), _steps(directory, max)
+    state, ended = directory.state(), steps_of(directory, max)
     if state in ENDED:
         raise RunError(f"run {directory.path.name} has ended ({state}); only steps of a run that goes can be recorded")
     if steps[0] <= ended + 1 and state != "paused":      # the next one may begin before every rank has seen the wish
@@ -93,11 +92,11 @@ def request_capture(directory: RunDirectory, steps: tuple[int, int], *, memory: 
 
 def request_next_capture(directory: RunDirectory, *, memory: bool, steps: int = NEXT_STEPS) -> Capture:
     """Asks for a recording of the next few steps, from one that no rank can have begun."""
-    first = _steps(directory, max) + (0 if directory.state() == "paused" else 2)
+    first = steps_of(directory, max) + (0 if directory.state() == "paused" else 2)
     return request_capture(directory, (first, first + steps - 1), memory=memory)
 
 
-def _steps(directory: RunDirectory, over: Callable[[list[int]], int]) -> int:
-    """Steps that have ended on the rank that is the furthest (`max`) or the least far (`min`)."""
-    pages = [read_state(directory.rank(rank) / "state") for rank in range(directory.world_size)]
+def steps_of(directory: RunDirectory, over: Callable[[list[int]], int]) -> int:
+    """Steps that have ended on the rank that is the furthest (`max`) or the least far (`min`), by their state pages."""
+    pages = map(directory.standing, range(directory.world_size))
     return over([0 if page is None else page.step for page in pages])

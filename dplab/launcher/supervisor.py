@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 import psutil
 
 from dplab.launcher import linux, restarts
-from dplab.launcher.job import Job
+from dplab.launcher.job import CALL, Job
 from dplab.launcher.sampling import Sampling
 from dplab.launcher.verdict import RankEnd, decide
 from dplab.telemetry.files import read_json, release, write_json, write_reserved
@@ -113,7 +113,7 @@ class Supervisor:
     def _finish(self, values: dict[str, Any]) -> None:
         if not self._job.run.path.is_dir():
             return
-        (self._job.run.path / "call.pkl").unlink(missing_ok=True)
+        (self._job.run.path / CALL).unlink(missing_ok=True)
         for rank in range(self._job.launched or self._job.world_size):
             release(self._job.rank_directory(rank) / "error.json")
         write_reserved(self._job.run.path / "exit.json", {**values, "ended": time.time_ns()})

@@ -7,15 +7,13 @@ import re
 from dataclasses import dataclass, replace
 
 from dplab.errors import UsageError
-from dplab.specs import SHARDINGS, Strategy
+from dplab.specs import BACKENDS, SHARDINGS, Strategy
 
 PEERS = {"torch:ddp": "torch_ddp", "torch:zero1": "torch_zero1", "torch:fsdp2": "torch_fsdp2"}
 TURNS, ANSWERS = "turns", "answers"
 """Named pipes of a kept world in each rank's directory: steps to make (a number a line; 0 ends), and what a turn
 gave (one JSON object a line)."""
 
-
-BACKENDS = ("nccl", "gloo", "shm")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -41,11 +41,7 @@ class Emulated:
     def _of(self, name: str, size: float) -> float:
         if self.levels and name == "all_reduce":
             return self.topology.seconds("hierarchical_all_reduce", size)
-        work: dict[int, float] = {}
-        for ranks in self.groups:
-            for wire, load in self.topology.loads(name, size, ranks).items():
-                work[wire] = work.get(wire, 0.0) + load.seconds
-        return max(work.values(), default=0.0)
+        return self.topology.together(name, size, self.groups)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,9 +7,9 @@ for a strategy, through its one-line form. No torch: a planner, a notebook and a
 from dplab.specs.compression import POWERSGD
 from dplab.specs.precision import DTYPE_BYTES, PRECISIONS, Precision
 from dplab.specs.recompute import Recompute
-from dplab.specs.run_spec import RunSpec
+from dplab.specs.run_spec import BACKENDS, RunSpec
 from dplab.specs.sharding import DDP, SHARDINGS, ZERO1, ZERO2, ZERO3, Placement, Sharding
 from dplab.specs.strategy import AccumulateMode, Strategy
 
-__all__ = ["DDP", "DTYPE_BYTES", "POWERSGD", "PRECISIONS", "SHARDINGS", "ZERO1", "ZERO2", "ZERO3", "AccumulateMode",
-           "Placement", "Precision", "Recompute", "RunSpec", "Sharding", "Strategy"]
+__all__ = ["BACKENDS", "DDP", "DTYPE_BYTES", "POWERSGD", "PRECISIONS", "SHARDINGS", "ZERO1", "ZERO2", "ZERO3",
+           "AccumulateMode", "Placement", "Precision", "Recompute", "RunSpec", "Sharding", "Strategy"]

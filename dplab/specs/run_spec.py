@@ -7,6 +7,9 @@ from typing import Any
 
 from dplab.specs.checks import check, is_int
 
+BACKENDS = ("nccl", "gloo", "shm")
+"""What collectives may run over."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunSpec:

@@ -29,7 +29,7 @@ class Identity(NamedTuple):
     def of(cls, pid: int) -> Identity | None:
         """The identity of a process that lives now, else None."""
         created = _created(pid)
-        return None if created is None else cls(pid, created, _boot())
+        return None if created is None else cls(pid, created, boot())
 
     @classmethod
     def from_list(cls, values: list[Any]) -> Identity:
@@ -38,7 +38,7 @@ class Identity(NamedTuple):
 
     def lives(self) -> bool:
         """True while this very process runs; a zombie does not."""
-        return self.boot == _boot() and _created(self.pid) == self.created
+        return self.boot == boot() and _created(self.pid) == self.created
 
 
 class Usage(NamedTuple):
@@ -129,5 +129,6 @@ def _created(pid: int) -> float | None:
         return None
 
 
-def _boot() -> str:
+def boot() -> str:
+    """What tells this running kernel from every other one, containers included; empty where only Linux would tell."""
     return _BOOT.read_text().strip() if LINUX else ""

@@ -16,7 +16,7 @@ from dplab.specs import RunSpec
 from dplab.telemetry.events import SCHEMA, Event
 from dplab.telemetry.restarts import Restart, continuous, read_restarts
 from dplab.telemetry.rundir import RunDirectory, require_run
-from dplab.telemetry.state import RankState, read_state
+from dplab.telemetry.state import RankState
 from dplab.telemetry.thinning import RECENT_FILES
 
 EVENT_FILES = ("events.jsonl", "utilization.jsonl")
@@ -218,4 +218,4 @@ class RunReader:
 
     def standing(self, rank: int) -> RankState | None:
         """Where a rank stands, or stood last: its state page."""
-        return read_state(self.directory.rank(rank) / "state")
+        return self.directory.standing(rank)

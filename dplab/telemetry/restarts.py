@@ -56,6 +56,11 @@ def _whole(told: Restart) -> bool:
         1 <= told.world_size <= told.ranks and isinstance(told.why, str))
 
 
+def times(count: int) -> str:
+    """`once`, `2 times`."""
+    return "once" if count == 1 else f"{count} times"
+
+
 def write_restarts(run: Path, restarts: Sequence[Restart]) -> None:
     """Writes them whole; OSError."""
     write_json(run / FILE, [asdict(restart) for restart in restarts])

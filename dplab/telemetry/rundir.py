@@ -26,7 +26,7 @@ from dplab.telemetry.events import SCHEMA
 from dplab.telemetry.files import damaged, read_json, reserve, write_json
 from dplab.telemetry.process import Identity
 from dplab.telemetry.restarts import Restart, read_restarts
-from dplab.telemetry.state import read_state
+from dplab.telemetry.state import RankState, read_state
 
 DAMAGED = "damaged"
 """State of a run whose files cannot be read, or were written by another version; `damage` tells which and why."""
@@ -55,6 +55,11 @@ class RunDirectory:
     def rank(self, rank: int) -> Path:
         """Directory of one rank."""
         return self.path / f"rank-{rank}"
+
+    def standing(self, rank: int) -> RankState | None:
+        """Where a rank stands, or stood last: its state page; None where it noted nothing. RunError where it is
+        damaged."""
+        return read_state(self.rank(rank) / "state")
 
     @property
     def control(self) -> Path:
@@ -211,7 +216,7 @@ class RunDirectory:
         wish = wishes.read_pause(self.control)
         if not wish.asked:
             return False
-        pages = (read_state(self.rank(rank) / "state") for rank in range(self.world_size))
+        pages = map(self.standing, range(self.world_size))
         return all(page is not None and page.phase == wishes.PAUSED and wish.holds(page.step) for page in pages)
 
     def request_stop(self, grace: float) -> None:

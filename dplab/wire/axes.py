@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -50,9 +51,16 @@ class Axes:
 
     def two_level(self) -> Collectives:
         """All ranks, which sum gradients inside their hosts first. UsageError where hosts are not alike."""
-        grid = self.hosts.grid()
-        columns = [list(column) for column in zip(*grid, strict=True)]
-        return TwoLevel(self.everyone, self.along(grid), self.along(columns))
+        across, inside = self.crossed(self.hosts.grid())
+        return TwoLevel(self.everyone, inside, across)
+
+    def crossed(self, rows: list[list[int]],
+                groups: Mapping[str, Any] | None = None) -> tuple[Collectives, Collectives]:
+        """The axes ("replicate", "shard") along the columns and along the rows of a grid of ranks; `groups`: those
+        that there are already, by these names."""
+        groups = groups or {}
+        columns = [list(column) for column in zip(*rows, strict=True)]
+        return self.along(columns, groups.get("replicate")), self.along(rows, groups.get("shard"))
 
     def _along(self, transport: Transport, mine: list[int]) -> Collectives:
         if self._clocks is not None and transport.size > 1:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import socket
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dplab.telemetry import process
 from dplab.topology import Device, Hosts
 from dplab.wire import accelerators
 
@@ -19,13 +19,10 @@ if TYPE_CHECKING:
     from dplab.wire.collectives import Collectives
     from dplab.wire.world import World
 
-_BOOT = Path("/proc/sys/kernel/random/boot_id")
-
-
 def boot() -> str:
     """What tells this running kernel from every other one: containers of one host have it in common."""
     try:
-        return _BOOT.read_text().strip()
+        return process.boot() or socket.gethostname()
     except OSError:
         return socket.gethostname()
 

@@ -21,6 +21,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
 from dplab.errors import UsageError
+from dplab.specs import BACKENDS
 from dplab.telemetry import recorder
 from dplab.topology import Topology
 from dplab.wire.axes import Axes
@@ -87,9 +88,8 @@ class Mesh:
         """From a DeviceMesh with the dimensions ("replicate", "shard"), or from a (replicate, shard) shape."""
         grid, groups = _grid(mesh, world)
         axes = Axes(world, topology)
-        columns = [list(column) for column in zip(*grid, strict=True)]
-        return cls(replicate=axes.along(columns, groups.get("replicate")), shard=axes.along(grid, groups.get("shard")),
-                   world=axes.everyone)
+        replicate, shard = axes.crossed(grid, groups)
+        return cls(replicate=replicate, shard=shard, world=axes.everyone)
 
     @classmethod
     def hybrid(cls, world: World, *, sharded: bool, topology: Topology | None = None) -> Mesh:
@@ -98,9 +98,8 @@ class Mesh:
         axes = Axes(world, topology)
         if not sharded:
             return cls(replicate=axes.two_level(), shard=axes.nobody, world=axes.everyone)
-        grid = axes.hosts.grid()
-        columns = [list(column) for column in zip(*grid, strict=True)]
-        return cls(replicate=axes.along(columns), shard=axes.along(grid), world=axes.everyone)
+        replicate, shard = axes.crossed(axes.hosts.grid())
+        return cls(replicate=replicate, shard=shard, world=axes.everyone)
 
 
 def _grid(mesh: Any, world: World) -> tuple[list[list[int]], dict[str, dist.ProcessGroup]]:
@@ -210,9 +209,9 @@ def _backend(asked: str | None, device: torch.device, place: dict[str, Any]) -> 
 
     CPU ranks that are known to be on one host share memory where the machine can do that.
     """
-    known, local_size = ("nccl", "gloo", "shm"), place["local_size"]
-    if asked is not None and asked not in known:
-        raise UsageError(f"backend {asked!r} is not known; use one of {', '.join(known)}")
+    local_size = place["local_size"]
+    if asked is not None and asked not in BACKENDS:
+        raise UsageError(f"backend {asked!r} is not known; use one of {', '.join(BACKENDS)}")
     gpus = torch.cuda.device_count() if device.type == "cuda" else 0
     enough = gpus >= local_size
     if asked == "nccl" and not enough:

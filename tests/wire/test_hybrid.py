@@ -197,7 +197,7 @@ def test_ranks_find_their_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     found = hosts.found(world, Everyone())  # type: ignore[arg-type]
     assert [device.host for device in found.devices] == [0, 1, 0, 1]
     assert found.grid() == [[0, 2], [1, 3]]
-    monkeypatch.setattr(hosts, "_BOOT", hosts.Path("/nowhere"))
+    monkeypatch.setattr(hosts.process, "_BOOT", hosts.process.Path("/nowhere"))
     assert hosts.boot()
 
 
