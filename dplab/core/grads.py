@@ -69,6 +69,11 @@ class _Role:
         self._gaps = [(end, start) for end, start in zip(ends, starts, strict=True) if end < start]
         self.views: list[torch.Tensor] = []
 
+    @property
+    def _remembered(self) -> int:
+        """Bytes that the codec keeps from one reduction to the next."""
+        return 0 if self.codec is None else self.codec.held_bytes
+
     def _fill(self, buffer: torch.Tensor) -> None:
         """Starts to fill `buffer`. Padding is zeroed, because it is summed and stepped with the rest."""
         self.buffer = buffer
@@ -135,8 +140,7 @@ class Whole(_Role):
 
     @property
     def held_bytes(self) -> int:
-        remembered = 0 if self.codec is None else self.codec.held_bytes
-        return remembered + sum(t.numel() * t.element_size() for t in (self._full, self._carry) if t is not None)
+        return self._remembered + sum(t.numel() * t.element_size() for t in (self._full, self._carry) if t is not None)
 
     def open(self) -> None:
         self._fill(self._full)
@@ -172,8 +176,7 @@ class Sharded(_Role):
 
     @property
     def held_bytes(self) -> int:
-        remembered = 0 if self.codec is None else self.codec.held_bytes
-        return remembered + self.owned.numel() * self.owned.element_size()
+        return self._remembered + self.owned.numel() * self.owned.element_size()
 
     def open(self) -> None:
         self._lent = self._pool.take()

@@ -7,6 +7,7 @@ import importlib.util
 import json
 import os
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,8 +26,11 @@ FORMATS = ("json", "csv", "trace", "svg", "html", "png")
 
 def summary(run: Run) -> dict[str, Any]:
     """The run in plain values: what was asked for, how far it came, and the figures that `dplab train` reports."""
-    spec, rows = run.spec, table(run.events())
-    folded = run._fold()
+    return _summary(run, table(run.events()))
+
+
+def _summary(run: Run, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    spec, folded = run.spec, run._fold()
     first = [row["loss"] for row in rows if row["step"] == rows[0]["step"] and row["loss"] is not None]
     return {
         "id": run.id, "state": run.state, "failure": run.failure, "started": run.started.isoformat(timespec="seconds"),
@@ -56,39 +60,51 @@ def export(run: Run, folder: str | os.PathLike[str], formats: Sequence[str]) -> 
         raise UsageError(f"export(formats={formats!r}) is not allowed; give some of {', '.join(FORMATS)}")
     if "png" in formats:
         _require_kaleido()
-    target = Path(folder)
+    target, read = Path(folder), _Read(run)
     try:
         target.mkdir(parents=True, exist_ok=True)
-        return [path for name in formats for path in _WRITERS[name](run, target)]
+        return [path for name in formats for path in _WRITERS[name](read, target)]
     except OSError as error:
         raise RunError(f"run {run.id} cannot be exported to {target}: {error.strerror}; give another folder") from error
 
 
-def _json(run: Run, folder: Path) -> list[Path]:
+class _Read:
+    """A run, read once for all formats that want the same of it."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+
+    @cached_property
+    def rows(self) -> list[dict[str, Any]]:
+        return table(self.run.events())
+
+    @cached_property
+    def watch(self) -> Watch:
+        watch = Watch(self.run)
+        watch.read()
+        return watch
+
+
+def _json(read: _Read, folder: Path) -> list[Path]:
     path = folder / "summary.json"
-    path.write_text(json.dumps(finite(summary(run)), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    told = finite(_summary(read.run, read.rows))
+    path.write_text(json.dumps(told, indent=1, allow_nan=False) + "\n", encoding="utf-8")
     return [path]
 
 
-def _csv(run: Run, folder: Path) -> list[Path]:
+def _csv(read: _Read, folder: Path) -> list[Path]:
     path = folder / "steps.csv"
-    path.write_text(to_csv(table(run.events())), encoding="utf-8")
+    path.write_text(to_csv(read.rows), encoding="utf-8")
     return [path]
 
 
-def _trace(run: Run, folder: Path) -> list[Path]:
-    return [export_trace(run.path, folder / "trace.json")]
+def _trace(read: _Read, folder: Path) -> list[Path]:
+    return [export_trace(read.run.path, folder / "trace.json")]
 
 
-def _watched(run: Run) -> Watch:
-    watch = Watch(run)
-    watch.read()
-    return watch
-
-
-def _svg(run: Run, folder: Path) -> list[Path]:
+def _svg(read: _Read, folder: Path) -> list[Path]:
     """The whole board, and every chart by itself; drawn here, without a browser."""
-    watch, written = _watched(run), [folder / "board.svg"]
+    watch, written = read.watch, [folder / "board.svg"]
     written[0].write_text(watch.svg(), encoding="utf-8")
     for chart in watch.fold.charts():
         written.append(folder / f"{chart.key}.svg")
@@ -96,18 +112,18 @@ def _svg(run: Run, folder: Path) -> list[Path]:
     return written
 
 
-def _html(run: Run, folder: Path) -> list[Path]:
+def _html(read: _Read, folder: Path) -> list[Path]:
     """Every chart as a page; plotly's script lies beside them once, so that they open without a network."""
     written = []
-    for key, figure in _figures(run).items():
+    for key, figure in _figures(read.watch).items():
         written.append(folder / f"{key}.html")
         figure.write_html(written[-1], include_plotlyjs="directory")
     return written
 
 
-def _png(run: Run, folder: Path) -> list[Path]:
+def _png(read: _Read, folder: Path) -> list[Path]:
     written = []
-    for key, figure in _figures(run).items():
+    for key, figure in _figures(read.watch).items():
         written.append(folder / f"{key}.png")
         figure.update_layout(paper_bgcolor="white")
         try:
@@ -118,13 +134,13 @@ def _png(run: Run, folder: Path) -> list[Path]:
     return written
 
 
-def _figures(run: Run) -> dict[str, Any]:
+def _figures(watch: Watch) -> dict[str, Any]:
     try:
         from dplab.views.figures import figure
     except ModuleNotFoundError as error:
         raise UsageError(f"figures need {error.name}, which is not installed; install dplab's extra 'lab' "
                          f"(pip install 'dplab[lab]'), or take 'svg', which is drawn without it") from error
-    return {chart.key: figure(chart) for chart in _watched(run).fold.charts()}
+    return {chart.key: figure(chart) for chart in watch.fold.charts()}
 
 
 def _require_kaleido() -> None:

@@ -90,9 +90,7 @@ class Summary:
     def _take_collective(self, event: Event) -> None:
         self._exposed[event.rank, event.step] += int(number(event, "exposed") or 0)
         if event.rank == 0:
-            row = self.wire.setdefault(event.name, {"count": 0, "bytes": 0})
-            row["count"] += 1
-            row["bytes"] += int(number(event, "bytes") or 0)
+            self._count(event.name, 1, int(number(event, "bytes") or 0))
 
     def _take_left_out(self, event: Event) -> None:
         """What a thin step sent (`thinning`)."""
@@ -101,9 +99,12 @@ class Summary:
             return
         self._exposed[event.rank, event.step] += int(told["exposed"])
         for name, (count, sent) in (told["wire"].items() if event.rank == 0 else ()):
-            row = self.wire.setdefault(name, {"count": 0, "bytes": 0})
-            row["count"] += count
-            row["bytes"] += sent
+            self._count(name, count, sent)
+
+    def _count(self, name: str, count: int, sent: int) -> None:
+        row = self.wire.setdefault(name, {"count": 0, "bytes": 0})
+        row["count"] += count
+        row["bytes"] += sent
 
     def _take_gauge(self, event: Event) -> None:
         if event.name == "loss":
