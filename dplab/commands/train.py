@@ -14,7 +14,6 @@ from dplab.commands.base import Answer, Verbs, count, learning_rate, seed, strat
 from dplab.commands.links import emulated, link_arguments, settle
 from dplab.commands.measure import figures, progress
 from dplab.errors import RankFailed, RunError, RunFailed, UsageError
-from dplab.specs import Strategy
 from dplab.telemetry.summary import Summary
 from dplab.workloads.catalog import CATALOG, OPTIMIZERS, optimizer_class, workload
 
@@ -107,8 +106,7 @@ def threads_of(args: argparse.Namespace) -> int | None:
 
 def train(args: argparse.Namespace) -> Answer:
     """Launches, shows progress, reports."""
-    Strategy.parse(strategy_name(args.strategy))
-    (args.strategy,) = settle(args, [args.strategy])
+    (args.strategy,) = settle(args, [strategy_name(args.strategy)])
     kwargs = {**checked_workload(args), "steps": args.steps, "checkpoint_every": args.checkpoint_every}
     if args.min_ranks is not None and args.max_restarts is None:
         raise UsageError("--min-ranks says how a run restarts; give --max-restarts too")

@@ -26,10 +26,10 @@ from dplab.core.ledger import Ledger
 from dplab.core.params import checksum
 from dplab.core.units import Unit
 from dplab.errors import StateError, UsageError
+from dplab.layout import MIB
 from dplab.specs import Recompute
 from dplab.telemetry.recorder import Recorder, now
 
-_MIB = 2**20
 _OPERATORS = {
     "attention": ("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu",
                   "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
@@ -255,7 +255,7 @@ class Recomputation:
         chosen, peak = within(self.rule.budget, base, whole)
         if peak > self.rule.budget:
             raise UsageError(f"strategy recompute={self.rule.text}: with every unit computed again activations still "
-                             f"take {peak / _MIB:.1f} MiB; give at least {math.ceil(peak * 10 / _MIB) / 10:g}mb, or a "
+                             f"take {peak / MIB:.1f} MiB; give at least {math.ceil(peak * 10 / MIB) / 10:g}mb, or a "
                              f"smaller batch")
         for place, unit in enumerate(self.units):
             unit.on = place in chosen

@@ -14,14 +14,14 @@ from pathlib import Path
 import torch
 
 from dplab.core.ledger import Ledger
+from dplab.layout import MIB
 from dplab.specs import SHARDINGS, Placement, Sharding, Strategy
 from dplab.telemetry.recorder import Recorder
 from dplab.wire.world import Mesh, World
 
 SNAPSHOT = "out-of-memory.pickle"
 """File of a rank's directory with CUDA's allocator as it was, for https://docs.pytorch.org/memory_viz."""
-_MIB = 2**20
-_UNITS = {"bytes": 1, "KiB": 2**10, "MiB": _MIB, "GiB": 2**30}
+_UNITS = {"bytes": 1, "KiB": 2**10, "MiB": MIB, "GiB": 2**30}
 _WORDS = ("can't allocate memory", "not enough memory", "out of memory")
 _FRAGMENTED = 0.2
 """Share of what is reserved that is not allocated, from which on expandable segments are advised."""
@@ -50,7 +50,7 @@ class Shortage:
     def _text(self, error: BaseException, where: str) -> str:
         held = self.ledger.bytes()
         first = (str(error) or type(error).__name__).partition("\n")[0].rstrip(".")
-        categories = ", ".join(f"{name} {size / _MIB:.1f} MiB" for name, size in held.items()
+        categories = ", ".join(f"{name} {size / MIB:.1f} MiB" for name, size in held.items()
                                if size and name not in ("allocated", "reserved", "fragmentation"))
         advice = self._advice(held, wanted(str(error)))
         text = (f"out of memory in the {where} of step {self.recorder.step} on rank {self.world.rank} of "
@@ -67,12 +67,12 @@ class Shortage:
             if freed <= 0:
                 continue
             enough = request is not None and freed >= request
-            told.append(f"strategy {name} would hold {freed / _MIB:.1f} MiB less"
+            told.append(f"strategy {name} would hold {freed / MIB:.1f} MiB less"
                         + (", which is enough" if enough else ""))
             if enough:
                 break
         if self.strategy.recompute == "none" and held["activations"]:
-            told.append(f"recompute would keep of the activations ({held['activations'] / _MIB:.1f} MiB) little more "
+            told.append(f"recompute would keep of the activations ({held['activations'] / MIB:.1f} MiB) little more "
                         f"than each unit's input")
         told.append("a smaller micro-batch with accumulate takes less at once")
         if self.world.size == 1 and now.optim is Placement.SHARDED:
@@ -116,7 +116,7 @@ def _allocator(held: dict[str, int]) -> str:
     if "reserved" not in held:
         return ""
     retries = torch.cuda.memory_stats().get("num_alloc_retries", 0)
-    text = (f"; CUDA's allocator has {held['allocated'] / _MIB:.1f} MiB allocated of {held['reserved'] / _MIB:.1f} MiB "
+    text = (f"; CUDA's allocator has {held['allocated'] / MIB:.1f} MiB allocated of {held['reserved'] / MIB:.1f} MiB "
             f"reserved, after {retries} retries")
     if held["fragmentation"] > _FRAGMENTED * held["reserved"]:
         text += (" (much of it in pieces: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, set at the start, joins "

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from dplab.errors import UsageError
+from dplab.layout import MIB
 from dplab.planner import activations, memory
 from dplab.planner.memory import Memory
 from dplab.planner.profile import Block, Profile
@@ -14,7 +15,6 @@ from dplab.planner.recipes import Recipe
 from dplab.planner.split import RECOMPUTE, Split
 from dplab.specs import Recompute
 
-_MIB = 2**20
 _FULL = RECOMPUTE.index("full")
 
 
@@ -49,7 +49,7 @@ def _within(rule: Recompute, plain: Memory, full: Memory) -> tuple[Memory, str]:
         return plain, ""
     if (needed := _alive(full)) > budget:
         raise UsageError(f"strategy recompute={rule.text}: with every layer computed again activations still take "
-                         f"{needed / _MIB:.1f} MiB; give at least {math.ceil(needed * 10 / _MIB) / 10:g}mb, or a "
+                         f"{needed / MIB:.1f} MiB; give at least {math.ceil(needed * 10 / MIB) / 10:g}mb, or a "
                          f"smaller micro-batch")
     each = (whole - least) / layers
     kept = min(layers - 1, math.floor((budget - needed) / each))

@@ -197,10 +197,7 @@ def _offloaded(task: _Task, program: Recipe) -> bool:
     """True where some layout fits once the optimizer may leave the GPU."""
     if task.cluster.gpu.measured is not None or "optimizer" in task.space.offload:
         return False
-    split = grid.candidates(task.cluster, task.samples, task.profile, program, replace(task.space, offload=OFFLOAD[1:]))
-    legal, _ = grid.sift(split, grid.laws(split, task.profile, task.cluster, task.samples))
-    split = split.take(np.flatnonzero(legal))
-    return bool(len(split.dp) and np.any(memory.predict(task.profile, split, program).total <= task.limit))
+    return _fits(replace(task, space=replace(task.space, offload=OFFLOAD[1:])), program)
 
 
 def _enough(task: _Task, program: Recipe) -> int | None:
@@ -212,10 +209,15 @@ def _enough(task: _Task, program: Recipe) -> int | None:
         larger = replace(task.cluster, count=count, per_node=node)
         samples = max(task.samples, count)
         samples += -samples % count
-        split = grid.candidates(larger, samples, task.profile, program, replace(task.space, micro_batches=(1,),
-                                                                                chunks=(1,)))
-        legal, _ = grid.sift(split, grid.laws(split, task.profile, larger, samples))
-        split = split.take(np.flatnonzero(legal))
-        if len(split.dp) and np.any(memory.predict(task.profile, split, program).total <= task.limit):
+        if _fits(replace(task, cluster=larger, samples=samples, space=replace(task.space, micro_batches=(1,),
+                                                                              chunks=(1,))), program):
             return count
     return None
+
+
+def _fits(task: _Task, program: Recipe) -> bool:
+    """True where some legal layout keeps within the memory limit."""
+    split = grid.candidates(task.cluster, task.samples, task.profile, program, task.space)
+    legal, _ = grid.sift(split, grid.laws(split, task.profile, task.cluster, task.samples))
+    split = split.take(np.flatnonzero(legal))
+    return bool(len(split.dp) and np.any(memory.predict(task.profile, split, program).total <= task.limit))

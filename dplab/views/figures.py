@@ -14,7 +14,7 @@ from dplab.views.fold import Fold
 from dplab.views.panels import last_steps
 from dplab.views.records import Bars, Chart, Lanes, Line, Log, StackedArea, Text
 from dplab.views.steps import ANATOMY
-from dplab.views.words import short
+from dplab.views.studies import bar_chart
 
 _LOG_LINES = 16
 
@@ -72,17 +72,10 @@ def comparison(runs: Mapping[str, Iterable[Event]]) -> list[Chart]:
     roles = tuple(CATEGORIES[part] for part in used)
     parts = np.array(times, dtype=np.float64).reshape(len(names), -1).T
     seen = [part for part in range(len(ANATOMY)) if parts[part].any()]
-    return [_bars("times", "Step time", "ms", f"medians of {last_steps(steps)}, all ranks",
-                  Bars(names=names, roles=tuple(ANATOMY[part] for part in seen), values=parts[seen])),
-            _bars("memories", "Memory of rank 0", "MB", "as the last step left it",
-                  Bars(names=names, roles=roles, values=values[used]))]
-
-
-def _bars(key: str, title: str, unit: str, caption: str, bars: Bars) -> Chart:
-    heights = zip(bars.names, bars.values.sum(axis=0), strict=True)
-    said = ", ".join(f"{name} {short(height)}" for name, height in heights)
-    return Chart(key=key, title=title, x_label="", y_label=unit, marks=(bars,), caption=caption,
-                 note=f"{said} {unit} ({caption})")
+    return [bar_chart("times", "Step time", "ms", f"medians of {last_steps(steps)}, all ranks",
+                      Bars(names=names, roles=tuple(ANATOMY[part] for part in seen), values=parts[seen])),
+            bar_chart("memories", "Memory of rank 0", "MB", "as the last step left it",
+                      Bars(names=names, roles=roles, values=values[used]))]
 
 
 def _add_area(drawn: go.Figure, mark: StackedArea) -> None:

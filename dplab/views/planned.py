@@ -11,6 +11,7 @@ from dplab.planner.plans import Plan
 from dplab.telemetry.events import CATEGORIES, Event
 from dplab.views.records import Bars, Chart, Lanes, Text
 from dplab.views.steps import Step, StepAssembler
+from dplab.views.studies import bar_chart
 from dplab.views.sync import LEGEND, lanes
 from dplab.views.words import short
 
@@ -43,7 +44,7 @@ def memory_bars(plans: Mapping[str, Plan], *, limit: float | None = None) -> Cha
     caption = "one rank"
     if limit is not None:
         caption += f"; {limit / scale:,.4g} {unit} are allowed" + (f", too much: {', '.join(over)}" if over else "")
-    return _bars("predicted-memory", "Memory, predicted", unit, caption, Bars(
+    return bar_chart("predicted-memory", "Memory, predicted", unit, caption, Bars(
         names=tuple(plans), roles=tuple(CATEGORIES[row] for row in used), values=sizes[used] / scale))
 
 
@@ -57,15 +58,8 @@ def anatomy(plans: Mapping[str, Plan]) -> Chart:
         for name, seconds in told.items():
             times[PARTS.index(_PART_OF[name]), column] += scale * seconds
     used = [row for row in range(len(PARTS)) if times[row].any()]
-    return _bars("predicted-step", "Step, predicted", "ms", "one step of the slowest rank", Bars(
+    return bar_chart("predicted-step", "Step, predicted", "ms", "one step of the slowest rank", Bars(
         names=tuple(plans), roles=tuple(PARTS[row] for row in used), values=times[used]))
-
-
-def _bars(key: str, title: str, unit: str, caption: str, bars: Bars) -> Chart:
-    heights = zip(bars.names, bars.values.sum(axis=0), strict=True)
-    said = ", ".join(f"{name} {short(height)}" for name, height in heights)
-    return Chart(key=key, title=title, x_label="", y_label=unit, marks=(bars,), caption=caption,
-                 note=f"{said} {unit} ({caption})")
 
 
 def overlay(predicted: Iterable[Event], measured: Iterable[Event], *, rank: int = 0, quantile: float = 0.5) -> Chart:

@@ -37,6 +37,18 @@ def stacked(rows: Mapping[str, Mapping[str, float]], *, title: str, unit: str, c
     if unknown is not None:
         raise UsageError(f"stacked() got a part {unknown!r}; a part is one of {', '.join(theme.ROLES)}")
     values = np.array([[parts.get(role, 0.0) for parts in rows.values()] for role in roles], dtype=np.float64)
-    said = ", ".join(f"{name} {short(sum(parts.values()))}" for name, parts in rows.items())
-    return Chart(key="study", title=title, x_label="", y_label=unit, caption=caption, note=f"{said} {unit}",
-                 marks=(Bars(names=tuple(rows), roles=roles, values=values.reshape(len(roles), len(rows))),))
+    bars = Bars(names=tuple(rows), roles=roles, values=values.reshape(len(roles), len(rows)))
+    return Chart(key="study", title=title, x_label="", y_label=unit, caption=caption, marks=(bars,),
+                 note=f"{heights(bars)} {unit}")
+
+
+def bar_chart(key: str, title: str, unit: str, caption: str, bars: Bars) -> Chart:
+    """Bars, and their heights in words."""
+    return Chart(key=key, title=title, x_label="", y_label=unit, marks=(bars,), caption=caption,
+                 note=f"{heights(bars)} {unit} ({caption})")
+
+
+def heights(bars: Bars) -> str:
+    """Each bar's name and the sum of its parts."""
+    sums = zip(bars.names, bars.values.sum(axis=0), strict=True)
+    return ", ".join(f"{name} {short(height)}" for name, height in sums)

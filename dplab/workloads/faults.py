@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 import dplab
+from dplab.layout import MIB
 from dplab.workloads import models
 from dplab.workloads.train import Kept
 
@@ -28,7 +29,6 @@ EVERY = 2
 """Steps from one checkpoint to the next."""
 REPORTED = "reported"
 """File of the run directory with the steps whose checkpoint was reported complete, one a line."""
-_MIB = 2**20
 
 
 def program(*, steps: int, fault: dict[str, Any] | None = None) -> list[float]:
@@ -126,8 +126,8 @@ def _out_of_memory(fault: dict[str, Any]) -> None:
     if fault["variant"] == 1:
         raise torch.OutOfMemoryError("CUDA out of memory (the drill's own)")
     size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (size + 64 * _MIB, resource.RLIM_INFINITY))
-    torch.empty(1024 * _MIB, dtype=torch.uint8)
+    resource.setrlimit(resource.RLIMIT_AS, (size + 64 * MIB, resource.RLIM_INFINITY))
+    torch.empty(1024 * MIB, dtype=torch.uint8)
 
 
 def _hang(_fault: dict[str, Any]) -> None:
