@@ -206,7 +206,8 @@ def test_torchrun_restarts_the_same_program(tmp_path: Path) -> None:
 
     def losses(name: str, killed_in: str) -> dict[str, float]:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-                   "--max-restarts", "1", str(program), str(tmp_path / name), killed_in]
+                   "--max-restarts", "1", "--log-dir", str(tmp_path / "logs"), str(program), str(tmp_path / name),
+                   killed_in]
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
         assert done.returncode == 0, done.stderr
         told: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
