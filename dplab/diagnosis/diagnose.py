@@ -22,10 +22,14 @@ def diagnose(path: Path, *, cores: int | None) -> Diagnosis:
     spec = directory.spec
     facts = gather(RunReader(path).poll(), world_size=directory.world_size, strategy=str(spec.strategy or "") or None,
                    cores=cores)
-    found = findings(facts)
-    if directory.state() not in (*ENDED, "paused") and (stuck := hang(directory, time.monotonic_ns())) is not None:
-        found = [stuck, *found]
-    return Diagnosis(run=path.name, summary=_summary(facts), findings=tuple(found))
+    rests = directory.state() in (*ENDED, "paused")
+    return judged(facts, path.name, None if rests else hang(directory, directory.world_size, time.monotonic_ns()))
+
+
+def judged(facts: Facts, run: str, stuck: Finding | None = None) -> Diagnosis:
+    """What the facts of a run amount to; `stuck`: where its ranks stand, if they do not move."""
+    return Diagnosis(run=run, summary=_summary(facts), steps=facts.steps,
+                     findings=(*([stuck] if stuck is not None else []), *findings(facts)))
 
 
 def findings(facts: Facts) -> list[Finding]:

@@ -1,22 +1,28 @@
-"""What the rules look at: medians of a run's steps, rank by rank, folded from its events."""
+"""What the rules look at: medians of a run's newest steps, rank by rank, folded from its events."""
 
 from __future__ import annotations
 
 import statistics
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from dplab.telemetry.events import Event
-from dplab.views.steps import Step, StepAssembler
+from dplab.telemetry.steps import Step, StepAssembler
 
 WARM_UP = 2
 """First steps of every rank that are left out, where there are at least three times as many."""
+NEWEST = 400
+"""Steps and samples of every rank over which medians are taken: a long run is judged as it is now."""
+
+_COLUMNS = ("step", "compute", "exposed", "other", "data", "tokens")
 
 
 @dataclass
 class RankFacts:
-    """Medians over the steps of one rank; times in ms."""
+    """Medians over the newest steps of one rank; times in ms."""
 
     step: float = 0.0
     compute: float = 0.0
@@ -60,54 +66,75 @@ class Facts:
         return statistics.median(rank.compute for rank in self.ranks.values())
 
 
+class Gathering:
+    """Folds the events of a run, however long it is. A step in which the program paused does not count."""
+
+    def __init__(self, world_size: int, strategy: str | None, cores: int | None = None) -> None:
+        self._of = world_size, strategy, cores
+        self._count: dict[int, int] = defaultdict(int)
+        self._steps: dict[int, deque[tuple[float, ...]]] = defaultdict(lambda: deque(maxlen=NEWEST))
+        self._reductions: deque[list[tuple[int, float]]] = deque(maxlen=NEWEST)
+        self._samples: dict[tuple[int, str], deque[float]] = defaultdict(lambda: deque(maxlen=NEWEST))
+        self._memory: dict[int, dict[str, float]] = {}
+
+    def feed(self, event: Event) -> None:
+        """Takes gauges of utilization and memory."""
+        if event.kind != "gauge" or event.name not in ("utilization", "memory"):
+            return
+        told = {name: value for name, value in event.attrs.items() if isinstance(value, int | float)}
+        if event.name == "memory":
+            self._memory[event.rank] = told
+            return
+        for device in ("cpu", "gpu"):
+            if device in told:
+                self._samples[event.rank, device].append(float(told[device]))
+
+    def feed_step(self, step: Step) -> None:
+        """Takes a finished step whose spans stayed."""
+        if any(span.kind == "pause" for span in step.spans):
+            return
+        self._count[step.rank] += 1
+        data = [span for span in step.spans if span.kind == "data"]
+        tokens = sum(float(span.attrs.get("tokens") or span.attrs.get("samples") or 0) for span in data)
+        split = (step.t1 - step.t0, *step.split_ns(), sum(_inside(span, step) for span in data))
+        self._steps[step.rank].append((*(ns / 1e6 for ns in split), tokens))
+        if step.rank == 0:
+            self._reductions.append([(int(span.attrs.get("bytes", 0)), (span.t1 - span.t0) / 1e6)
+                                     for span in step.sync() if span.attrs["purpose"] == "grads"])
+
+    def facts(self) -> Facts:
+        """What is known by now."""
+        facts = Facts(*self._of, steps=min(self._count.values(), default=0))
+        for rank, steps in sorted(self._steps.items()):
+            kept = list(steps)[self._warm_up(rank):]
+            medians = np.median(np.array(kept, dtype=np.float64), axis=0).tolist()
+            facts.ranks[rank] = RankFacts(**dict(zip(_COLUMNS, medians, strict=True)), memory=self._memory.get(rank, {}),
+                                          cpu=self._device(rank, "cpu"), gpu=self._device(rank, "gpu"))
+        if self._reductions:
+            kept_reductions = list(self._reductions)[self._warm_up(0):]
+            facts.reductions = [one for step in kept_reductions for one in step]
+            facts.reductions_a_step = len(facts.reductions) / len(kept_reductions)
+        return facts
+
+    def _warm_up(self, rank: int) -> int:
+        """How many of the steps that are held are left out."""
+        held, count = len(self._steps[rank]), self._count[rank]
+        return max(0, WARM_UP - (count - held)) if count >= 3 * WARM_UP else 0
+
+    def _device(self, rank: int, device: str) -> float | None:
+        samples = self._samples.get((rank, device))
+        return statistics.median(samples) if samples else None
+
+
 def gather(events: Iterable[Event], *, world_size: int, strategy: str | None, cores: int | None) -> Facts:
-    """Folds the events of a run. A step in which the program paused does not count."""
-    facts = Facts(world_size, strategy, cores)
-    assembler = StepAssembler()
-    steps: dict[int, list[Step]] = defaultdict(list)
-    cpu: dict[int, list[float]] = defaultdict(list)
-    gpu: dict[int, list[float]] = defaultdict(list)
-    memory: dict[int, dict[str, float]] = {}
+    """The facts of a run's events."""
+    gathering, assembler = Gathering(world_size, strategy, cores), StepAssembler()
     for event in events:
+        gathering.feed(event)
         step = assembler.feed(event)
-        if step is not None and step.whole and not any(span.kind == "pause" for span in step.spans):
-            steps[step.rank].append(step)
-        if event.kind == "gauge" and event.name == "utilization":
-            for kind, into in (("cpu", cpu), ("gpu", gpu)):
-                if isinstance(value := event.attrs.get(kind), int | float):
-                    into[event.rank].append(float(value))
-        if event.kind == "gauge" and event.name == "memory":
-            memory[event.rank] = {name: value for name, value in event.attrs.items() if isinstance(value, int | float)}
-    for rank, all_of_it in sorted(steps.items()):
-        kept = all_of_it[WARM_UP:] if len(all_of_it) >= 3 * WARM_UP else all_of_it
-        facts.ranks[rank] = _medians(kept)
-        facts.ranks[rank].cpu = statistics.median(cpu[rank]) if cpu[rank] else None
-        facts.ranks[rank].gpu = statistics.median(gpu[rank]) if gpu[rank] else None
-        facts.ranks[rank].memory = memory.get(rank, {})
-        if rank == min(steps):
-            _add_reductions(facts, kept)
-    facts.steps = min(map(len, steps.values()), default=0)
-    return facts
-
-
-def _medians(steps: list[Step]) -> RankFacts:
-    splits = [step.split_ns() for step in steps]
-    data = [sum(_inside(span, step) for span in step.spans if span.kind == "data") for step in steps]
-    tokens = [sum(float(span.attrs.get("tokens") or span.attrs.get("samples") or 0) for span in step.spans
-                  if span.kind == "data") for step in steps]
-    return RankFacts(
-        step=statistics.median(step.t1 - step.t0 for step in steps) / 1e6,
-        compute=statistics.median(split[0] for split in splits) / 1e6,
-        exposed=statistics.median(split[1] for split in splits) / 1e6,
-        other=statistics.median(split[2] for split in splits) / 1e6,
-        data=statistics.median(data) / 1e6, tokens=statistics.median(tokens))
-
-
-def _add_reductions(facts: Facts, steps: list[Step]) -> None:
-    for step in steps:
-        facts.reductions += [(int(span.attrs.get("bytes", 0)), (span.t1 - span.t0) / 1e6) for span in step.sync()
-                             if span.attrs["purpose"] == "grads"]
-    facts.reductions_a_step = len(facts.reductions) / len(steps)
+        if step is not None and step.whole:
+            gathering.feed_step(step)
+    return gathering.facts()
 
 
 def _inside(span: Event, step: Step) -> int:

@@ -6,6 +6,8 @@ import html
 from dataclasses import asdict, dataclass
 from typing import Any
 
+NOTHING = "nothing to complain of: no rule found a loss worth a remedy"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
@@ -19,9 +21,13 @@ class Finding:
     cost: float = 0.0
     gain: float | None = None
 
+    @property
+    def advice(self) -> str:
+        """The remedy with its predicted gain."""
+        return self.remedy if self.gain is None else f"{self.remedy} (predicted: {self.gain:.0%} of a step)"
+
     def __str__(self) -> str:
-        gain = "" if self.gain is None else f" (predicted: {self.gain:.0%} of a step)"
-        return f"{self.what}\n    seen: {self.evidence}\n    try:  {self.remedy}{gain}"
+        return f"{self.what}\n    seen: {self.evidence}\n    try:  {self.advice}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +37,8 @@ class Diagnosis:
     run: str
     summary: str
     findings: tuple[Finding, ...]
+    steps: int = 0
+    """steps that every rank has finished and that were judged"""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
@@ -38,8 +46,9 @@ class Diagnosis:
 
     def __str__(self) -> str:
         lines = [f"run {self.run}: {self.summary}"]
-        lines += [f"{place}. {finding}" for place, finding in enumerate(self.findings, 1)] or [
-            "nothing to complain of: no rule found a loss worth a remedy"]
+        lines += [f"{place}. {finding}" for place, finding in enumerate(self.findings, 1)]
+        if self.steps and not self.findings:
+            lines.append(NOTHING)
         return "\n".join(lines)
 
     __repr__ = __str__
@@ -50,5 +59,5 @@ class Diagnosis:
             f"<td style='text-align:left'>{html.escape(f.remedy)}</td>"
             f"<td>{'' if f.gain is None else f'{f.gain:.0%}'}</td></tr>" for f in self.findings)
         head = "<tr><th>finding</th><th>try</th><th>predicted gain, of a step</th></tr>"
-        table = f"<table>{head}{rows}</table>" if rows else "<p>nothing to complain of</p>"
+        table = f"<table>{head}{rows}</table>" if rows else f"<p>{NOTHING if self.steps else ''}</p>"
         return f"<div><b>Run {html.escape(self.run)}</b>: {html.escape(self.summary)}{table}</div>"

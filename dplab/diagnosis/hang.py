@@ -19,14 +19,17 @@ STACK = "stack.txt"
 """Where a rank writes its stacks when it gets SIGUSR1."""
 _STACK_SECONDS = 1.0
 _LINES = 8
+Stacks = dict[tuple[int, tuple[int, int]], str | None]
+"""The stack of a rank by (rank, (step, sequence)) of the place where it stands."""
 
 
-def hang(directory: RunDirectory, now: int) -> Finding | None:
+def hang(directory: RunDirectory, world_size: int, now: int, stacks: Stacks | None = None) -> Finding | None:
     """The finding, or None where some rank has moved within `STILL_SECONDS`. `now`: monotonic ns of this host.
 
-    All ranks note the same things in the same order, so the rank that has noted least is the one that is missed.
+    All ranks note the same things in the same order, so the rank that has noted least is the one that is missed. It
+    is asked for its stack; `stacks` remembers that from look to look, so that it is asked once where it stands.
     """
-    ranks = range(directory.world_size)
+    ranks = range(world_size)
     pages = {rank: _page(directory, rank) for rank in ranks}
     standing = [page for page in pages.values() if page is not None]
     if not standing or now - max(page.time for page in standing) < STILL_SECONDS * 1e9:
@@ -36,7 +39,11 @@ def hang(directory: RunDirectory, now: int) -> Finding | None:
     missing = [rank for rank in ranks if far[rank] == min(far.values())]
     others = [rank for rank in ranks if rank not in missing]
     who = f"ranks {others} wait for {missing}" if others else "all ranks stand at the same place"
-    stack = _stack(directory, missing[0])
+    remembered, place = {} if stacks is None else stacks, (missing[0], far[missing[0]])
+    if place not in remembered:
+        remembered.clear()
+        remembered[place] = _stack(directory, missing[0])
+    stack = remembered[place]
     evidence = "; ".join(f"rank {rank}: {pages[rank] or 'has noted nothing yet'}" for rank in ranks)
     return Finding(kind="hang", cost=1.0, what=f"nothing has moved for {seconds:.0f} s: {who}",
                    evidence=evidence if stack is None else f"{evidence}; rank {missing[0]} is at\n{stack}",

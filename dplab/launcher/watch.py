@@ -5,19 +5,23 @@ No display of its own: the live board sends what stands here, a still picture dr
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
+from dplab.diagnosis.hang import Stacks, hang
 from dplab.errors import RunError, UsageError
-from dplab.telemetry.rundir import ENDED
+from dplab.telemetry.rundir import ENDED, RunDirectory
 from dplab.views.fold import Fold
 from dplab.views.past import PIECE, Past
 from dplab.views.records import Head
 from dplab.views.svg import svg
 
 _MOMENT = 0.3
+_JUDGED_S = 2.0
+"""The rules look at a run that goes on so often at most: more often nobody could read what they find."""
 _OTHERS = 12
 """Earlier runs that are offered to compare with."""
 
@@ -46,9 +50,11 @@ class Watch:
         self._reader = _reader(run)
         self._past = Past(lambda: _reader(run), self._new_fold)
         self._others = _others(run)
+        self._judged_at = float("-inf")
+        self._stacks: Stacks = {}
 
     def _new_fold(self) -> Fold:
-        return Fold(self.run.spec.world_size, self.run.spec.strategy)
+        return Fold(self.run.spec.world_size, self.run.spec.strategy, os.cpu_count())
 
     def read(self, seconds: float | None = None) -> None:
         """Takes what the run has written since the last time, within so many seconds (None: the watch's own)."""
@@ -67,6 +73,16 @@ class Watch:
             except (RunError, OSError) as error:
                 problem = str(error)
             self.problem = None if problem is None else f"the run cannot be read: {problem}"
+            self._judge(now=until == float("inf"))
+
+    def _judge(self, *, now: bool) -> None:
+        """Says on the findings' panel what the rules find, and which rank is missed where nothing moves."""
+        if not now and time.monotonic() - self._judged_at < _JUDGED_S:
+            return
+        self._judged_at, findings = time.monotonic(), self.fold.findings
+        rests = self.run.state in (*ENDED, "paused")
+        findings.told = findings.judged(None if rests else hang(
+            RunDirectory(self.run.path), self.run.spec.world_size, time.monotonic_ns(), self._stacks))
 
     @property
     def behind(self) -> bool:

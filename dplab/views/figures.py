@@ -9,14 +9,16 @@ import numpy as np
 import plotly.graph_objects as go  # type: ignore[import-untyped]
 
 from dplab.telemetry.events import CATEGORIES, Event
+from dplab.telemetry.steps import ANATOMY
 from dplab.views import theme
 from dplab.views.fold import Fold
 from dplab.views.panels import last_steps
 from dplab.views.records import Bars, Chart, Lanes, Line, Log, StackedArea, Text
-from dplab.views.steps import ANATOMY
 from dplab.views.studies import bar_chart
+from dplab.views.words import rows
 
 _LOG_LINES = 16
+_LETTERS = 110
 
 
 def figure(chart: Chart) -> go.Figure:
@@ -37,9 +39,9 @@ def figure(chart: Chart) -> go.Figure:
                 drawn.add_bar(x=mark.names, y=values, name=theme.label(role), marker=_marker(role))
             drawn.update_layout(barmode="stack")
         elif isinstance(mark, Log):
-            shown = [f"<b>rank {rank}</b> {escape(text[:110])}" for rank, _, text in mark.lines[-_LOG_LINES:]]
-            drawn.add_annotation(text="<br>".join(shown), showarrow=False, x=0, y=1, xref="paper", yref="paper",
-                                 xanchor="left", yanchor="top", align="left", font={"family": "monospace"})
+            drawn.add_annotation(text="<br>".join(_lines(mark)), showarrow=False, x=0, y=1, xref="paper", yref="paper",
+                                 xanchor="left", yanchor="top", align="left",
+                                 font={} if mark.prose else {"family": "monospace"})
             drawn.update_xaxes(visible=False)
             drawn.update_yaxes(visible=False)
         elif isinstance(mark, Text):
@@ -76,6 +78,12 @@ def comparison(runs: Mapping[str, Iterable[Event]]) -> list[Chart]:
                       Bars(names=names, roles=tuple(ANATOMY[part] for part in seen), values=parts[seen])),
             bar_chart("memories", "Memory of rank 0", "MB", "as the last step left it",
                       Bars(names=names, roles=roles, values=values[used]))]
+
+
+def _lines(mark: Log) -> list[str]:
+    if not mark.prose:
+        return [f"<b>rank {rank}</b> {escape(text[:110])}" for rank, _, text in mark.lines[-_LOG_LINES:]]
+    return [f"<b>{whose}</b> {escape(text)}" for whose, _, text in rows(mark.lines, _LETTERS)]
 
 
 def _add_area(drawn: go.Figure, mark: StackedArea) -> None:

@@ -8,20 +8,22 @@ from typing import Any
 
 from dplab.telemetry.events import Event
 from dplab.telemetry.pace import Pace
+from dplab.telemetry.steps import StepAssembler
+from dplab.views.findings import FindingsPanel
 from dplab.views.logs import LogPanel
 from dplab.views.memory import MemoryPanel
 from dplab.views.ownership import OwnershipPanel
 from dplab.views.panels import LossPanel, StepPanel
 from dplab.views.records import Chart
-from dplab.views.steps import StepAssembler
 from dplab.views.sync import DEFINITION, SyncPanel
 from dplab.views.usage import UtilizationPanel
 from dplab.views.wire import WirePanel
 from dplab.views.words import short
 
 GRID: tuple[tuple[str, ...], ...] = (
-    ("loss",), ("steps", "anatomy"), ("sync", "wire"), ("memory", "utilization"), ("ownership",), ("logs",))
-"""Panels by their cell on a board of two columns."""
+    ("loss",), ("steps", "anatomy"), ("sync", "wire"), ("memory", "utilization"), ("ownership",), ("logs",),
+    ("findings",))
+"""Panels by their cell on a board of two columns; the last is as wide as both."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,10 +51,11 @@ class Status:
 class Fold:
     """The panels of a run of `world_size` ranks, fed with events in the order in which each rank wrote them.
 
-    `strategy`: the run's own, in one line; without it the wire's bytes stand without a prediction.
+    `strategy`: the run's own, in one line; without it the wire's bytes stand without a prediction. `cores`: of the
+    machine that the run is on, if known.
     """
 
-    def __init__(self, world_size: int, strategy: str | None = None) -> None:
+    def __init__(self, world_size: int, strategy: str | None = None, cores: int | None = None) -> None:
         self.world_size = world_size
         self.loss = LossPanel(world_size)
         self.steps = StepPanel()
@@ -62,6 +65,7 @@ class Fold:
         self.utilization = UtilizationPanel()
         self.ownership = OwnershipPanel()
         self.logs = LogPanel()
+        self.findings = FindingsPanel(world_size, strategy, cores)
         self.earlier: Fold | None = None
         """another run, which stands beside this one where two can"""
         self.pace = Pace()
@@ -74,12 +78,14 @@ class Fold:
             self.utilization.feed(event)
             self.ownership.feed(event)
             self.logs.feed(event)
+            self.findings.feed(event)
             self.wire.feed(event)
             self.loss.feed(event)
             self.pace.feed(event)
             step = self._assembler.feed(event)
             if step is not None and step.whole:
                 self.steps.feed(step)
+                self.findings.feed_step(step)
                 self.sync.feed(step)
                 self.wire.feed_step(step)
 
@@ -105,7 +111,7 @@ class Fold:
         earlier = self.earlier
         return [self.loss.chart(earlier.loss if earlier else None),
                 self.steps.anatomy(earlier.steps if earlier else None),
-                self.sync.chart(), *self.ownership.charts(), self.logs.chart()]
+                self.sync.chart(), *self.ownership.charts(), self.logs.chart(), self.findings.chart()]
 
     def rank_charts(self, rank: int) -> list[Chart]:
         """Those that show one rank; memory and utilization stand below each other: one time axis."""

@@ -1,4 +1,7 @@
-"""Loss and step time as they grow: incremental folds of events into bounded columns."""
+"""Loss and step time as they grow: incremental folds of events into bounded columns.
+
+Events number steps from 0; whoever looks at a board counts them from 1, as the program's own lines do.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,10 @@ from collections.abc import Mapping
 import numpy as np
 
 from dplab.telemetry.events import Event
+from dplab.telemetry.steps import ANATOMY, Step
 from dplab.views import theme
 from dplab.views.records import Chart, Floats, Lanes, Line, StackedArea, Text
 from dplab.views.series import Series
-from dplab.views.steps import ANATOMY, Step
 from dplab.views.words import short
 
 SHOWN_RANKS = 16
@@ -72,7 +75,7 @@ class LossPanel:
         if np.isfinite(loss):
             self._smooth = _SMOOTHING * self._smooth + (1 - _SMOOTHING) * loss
             self._weight = _SMOOTHING * self._weight + (1 - _SMOOTHING)
-        self.series.append(step, loss, self._smooth / self._weight if self._weight else np.nan)
+        self.series.append(step + 1, loss, self._smooth / self._weight if self._weight else np.nan)
         self.first = loss if self.first is None else self.first
         self.last, self.last_step = loss, step
 
@@ -94,7 +97,7 @@ class LossPanel:
             key="loss", title="Loss", x_label="step", y_label="nats", value=short(self.last, 4),
             legend=tuple((mark.role, theme.label(mark.role)) for mark in marks), marks=tuple(marks),
             x_range=(float(steps[0]), float(steps[-1])), y_range=(low - room, high + room),
-            note=f"{self.first:.3f} at step {steps[0]:.0f}, {self.last:.3f} at step {self.last_step}")
+            note=f"{self.first:.3f} at step {steps[0]:.0f}, {self.last:.3f} at step {self.last_step + 1}")
 
 
 class StepPanel:
@@ -110,7 +113,7 @@ class StepPanel:
         if step.rank not in self.series:
             self.series[step.rank] = Series("step", *ANATOMY, "total", peak="total")
         parts = [ns / 1e6 for ns in step.anatomy_ns().values()]
-        self.series[step.rank].append(step.index, *parts, sum(parts))
+        self.series[step.rank].append(step.index + 1, *parts, sum(parts))
 
     def medians(self, last: int = MEDIAN_STEPS, *, rank: int | None = None) -> dict[str, float] | None:
         """Median ms of each part over the last steps of all ranks, or of one; None before the first step."""

@@ -9,8 +9,8 @@ import numpy as np
 from dplab.errors import UsageError
 from dplab.planner.plans import Plan
 from dplab.telemetry.events import CATEGORIES, Event
+from dplab.telemetry.steps import Step, StepAssembler
 from dplab.views.records import Bars, Chart, Lanes, Text
-from dplab.views.steps import Step, StepAssembler
 from dplab.views.studies import bar_chart
 from dplab.views.sync import LEGEND, lanes
 from dplab.views.words import short
@@ -84,9 +84,9 @@ def overlay(predicted: Iterable[Event], measured: Iterable[Event], *, rank: int 
     value = f"{lengths['plan'] / lengths['run']:.2f} x the measured"
     return Chart(key="overlay", title="Predicted over measured", x_label="ms", y_label="", marks=(mark,), value=value,
                  legend=LEGEND, x_range=(0.0, float(mark.end.max(initial=0.0)) or 1.0),
-                 caption=f"one step of one rank; plan: predicted; run: measured, step {rows['run'].index}",
+                 caption=f"one step of one rank; plan: predicted; run: measured, step {rows['run'].index + 1}",
                  note=f"predicted {short(lengths['plan'])} ms, measured {short(lengths['run'])} ms "
-                      f"(step {rows['run'].index} of rank {rank}, {which} of {len(real)}): {value}")
+                      f"(step {rows['run'].index + 1} of rank {rank}, {which} of {len(real)}): {value}")
 
 
 def _steps(events: Iterable[Event], rank: int) -> list[Step]:

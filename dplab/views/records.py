@@ -71,9 +71,14 @@ class Text:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Log:
-    """What ranks said, oldest first: (rank, stream, text) a line."""
+    """Lines of words, (whose, kind, text) each: a rank, the stream it said it on, and what it said, oldest first.
 
-    lines: tuple[tuple[int, str, str], ...]
+    `prose`: sentences, set as such, that go on in the next line and take the whole width; whose and kind are then what
+    part of a finding a sentence is.
+    """
+
+    lines: tuple[tuple[int | str, str, str], ...]
+    prose: bool = False
 
 
 Mark = Line | StackedArea | Lanes | Bars | Log | Text

@@ -6,7 +6,6 @@ transparent and the ink grey, so that it is legible on light and on dark pages.
 
 from __future__ import annotations
 
-import itertools
 import math
 import textwrap
 from collections.abc import Sequence
@@ -14,7 +13,7 @@ from html import escape
 
 import numpy as np
 
-from dplab.views import theme
+from dplab.views import sentences, theme
 from dplab.views.records import Bars, Chart, Floats, Head, Lanes, Line, Log, StackedArea
 from dplab.views.words import short
 
@@ -40,9 +39,14 @@ def svg(cells: Sequence[Chart | tuple[Chart, Chart]], *, title: str = "", head: 
     `head` is the line above; without one it is the title, which else is only told in the alternative text.
     """
     top = 30 + 14 * len(_problem(head)) if head or title else 0
-    rows = [cells[first:first + columns] for first in range(0, len(cells), columns)]
-    tops = [top, *(top + below for below in itertools.accumulate(max(map(_height, row)) for row in rows))]
-    width, height = WIDTH * columns, tops[-1]
+    width = WIDTH * columns
+    lying: list[list[Chart | tuple[Chart, Chart]]] = []
+    for cell in cells:
+        if not lying or len(lying[-1]) == columns or sentences.of(cell) or sentences.of(lying[-1][0]):
+            lying.append([])
+        lying[-1].append(cell)
+    heights = [max(_height(cell, width) for cell in row) for row in lying]
+    height = top + sum(heights)
     charts = [chart for cell in cells for chart in (cell if isinstance(cell, tuple) else (cell,))]
     said = [*([title] if title else []), *(f"{chart.title}: {chart.words or chart.note}" for chart in charts)]
     alt = escape(". ".join(said), quote=True)
@@ -53,16 +57,16 @@ def svg(cells: Sequence[Chart | tuple[Chart, Chart]], *, title: str = "", head: 
         parts.append(_head(head))
     elif title:
         parts.append(f"<text x='8' y='17' font-size='14' font-weight='600'>{escape(title)}</text>")
-    for index, cell in enumerate(cells):
-        x, y = WIDTH * (index % columns), tops[index // columns]
-        whole = tops[index // columns + 1] - y
-        if isinstance(cell, tuple):
-            upper = whole - _small_height(cell[1])
-            drawn = (f"{_chart(cell[0], upper)}<g transform='translate(0 {upper})'>"
-                     f"{_chart(cell[1], whole - upper, small=True)}</g>")
-        else:
-            drawn = _chart(cell, whole)
-        parts.append(f"<g transform='translate({x} {y})'>{drawn}</g>")
+    for row, whole in zip(lying, heights, strict=True):
+        for column, cell in enumerate(row):
+            if isinstance(cell, tuple):
+                upper = whole - _small_height(cell[1])
+                drawn = (f"{_chart(cell[0], upper)}<g transform='translate(0 {upper})'>"
+                         f"{_chart(cell[1], whole - upper, small=True)}</g>")
+            else:
+                drawn = _chart(cell, whole, width=width if sentences.of(cell) else WIDTH)
+            parts.append(f"<g transform='translate({WIDTH * column} {top})'>{drawn}</g>")
+        top += whole
     return "\n".join([*parts, "</svg>"])
 
 
@@ -72,7 +76,10 @@ def _small_height(chart: Chart) -> int:
     return _SMALL_LANES + _LANE * bars + 13 * bool(chart.caption) if bars else _SMALL_HEIGHT
 
 
-def _height(cell: Chart | tuple[Chart, Chart]) -> int:
+def _height(cell: Chart | tuple[Chart, Chart], width: int) -> int:
+    """Of a cell; what goes over the whole width is as high as it needs."""
+    if isinstance(cell, Chart) and sentences.of(cell):
+        return sentences.height(cell, width)
     return HEIGHT + (max(0, _small_height(cell[1]) - _SMALL_HEIGHT) if isinstance(cell, tuple) else 0)
 
 
@@ -122,11 +129,13 @@ def _problem(head: Head | None) -> list[str]:
     return textwrap.wrap(head.problem, 150)[:3] if head is not None and head.problem is not None else []
 
 
-def _chart(chart: Chart, height: int, *, small: bool = False) -> str:
+def _chart(chart: Chart, height: int, *, small: bool = False, width: int = WIDTH) -> str:
     parts = [f"<text x='8' y='15' font-size='12' font-weight='600'>{escape(chart.title)}</text>"]
     if chart.value:
         red = f" font-weight='600' fill='{theme.ALERT}'" if chart.alert else ""
-        parts.append(f"<text x='{WIDTH - _RIGHT}' y='15' text-anchor='end'{red}>{escape(chart.value)}</text>")
+        parts.append(f"<text x='{width - _RIGHT}' y='15' text-anchor='end'{red}>{escape(chart.value)}</text>")
+    if sentences.of(chart):
+        return "".join([*parts, sentences.drawn(chart, width, height)])
     if chart.words is not None:
         return "".join([*parts, f"<text x='{WIDTH / 2}' y='{height / 2 + 10}' text-anchor='middle' "
                                 f"font-style='italic'>{escape(chart.words)}</text>"])

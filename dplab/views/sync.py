@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from dplab.telemetry.events import Event
+from dplab.telemetry.steps import WORK, Step, without
 from dplab.views import theme
 from dplab.views.panels import SHOWN_RANKS
 from dplab.views.records import Chart, Lanes, Text
-from dplab.views.steps import WORK, Step, without
 from dplab.views.words import percent
 
 KEPT_STEPS = 32
@@ -73,7 +73,7 @@ class SyncPanel:
         overlap, mark = self.overlap(), lanes(steps)
         value = "nothing was sent" if overlap is None else f"overlap {percent(overlap)}"
         return Chart(
-            key="sync", title=f"Gradient synchronisation, step {steps[0].index}", x_label="ms", y_label="",
+            key="sync", title=f"Gradient synchronisation, step {steps[0].index + 1}", x_label="ms", y_label="",
             marks=(mark,), value=value, legend=LEGEND, caption=DEFINITION,
             x_range=(0.0, float(mark.end.max(initial=0.0)) or 1.0),
             note=value if overlap is None else f"{value}; {DEFINITION}")

@@ -10,7 +10,7 @@ from typing import Any
 
 from dplab.telemetry.events import CATEGORIES, Event
 from dplab.telemetry.pace import number
-from dplab.views.steps import ANATOMY, StepAssembler
+from dplab.telemetry.steps import ANATOMY, StepAssembler
 
 _MS = {part: f"{part.removeprefix('step_').removesuffix('_time')}_ms" for part in ANATOMY}
 COLUMNS = ("step", "rank", "loss", "step_ms", *_MS.values(), "bytes_sent", "tokens", "memory_bytes", "moved")

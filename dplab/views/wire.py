@@ -11,8 +11,8 @@ from dplab.planner.explain import explain
 from dplab.planner.sharing import per_host
 from dplab.specs import DTYPE_BYTES, Placement, Strategy
 from dplab.telemetry.events import Event
+from dplab.telemetry.steps import Step
 from dplab.views.records import Chart, Lanes, Text
-from dplab.views.steps import Step
 from dplab.views.words import short
 
 ROLES = ("reduce", "gather", "disagree")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import textwrap
+from collections.abc import Iterable
 
 _UNITS = {"kB": 1e3, "MB": 1e6, "GB": 1e9}
 
@@ -25,3 +27,12 @@ def size(nbytes: float) -> str:
     """`46.5 MB`, `16.4 GB`: bytes in powers of ten."""
     unit = next((name for name in ("GB", "MB") if nbytes >= _UNITS[name]), "kB")
     return f"{short(nbytes / _UNITS[unit])} {unit}"
+
+
+def rows(lines: Iterable[tuple[int | str, str, str]], letters: int) -> list[tuple[str, str, str]]:
+    """Lines of (whose, kind, text) cut into rows of so many letters; a row that goes on says no more whose it is."""
+    found = []
+    for whose, kind, text in lines:
+        pieces = [piece for line in text.splitlines() for piece in textwrap.wrap(line.strip(), letters)]
+        found += [("" if place else str(whose), kind, piece) for place, piece in enumerate(pieces)]
+    return found

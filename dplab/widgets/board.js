@@ -309,11 +309,8 @@ class Panel {
     if (text === this.printed) return;
     this.printed = text;
     const low = this.log.scrollHeight - this.log.scrollTop - this.log.clientHeight < 30;
-    this.log.replaceChildren(...lines.flatMap(([rank, stream, words]) => {
-      const who = node("b", "", `${rank} `);
-      who.title = `rank ${rank}, ${stream}`;
-      return [who, node("span", `dplab-${stream}`, `${words}\n`)];
-    }));
+    this.log.replaceChildren(...lines.flatMap(([whose, kind, words]) =>
+      [node("b", "", `${whose} `), node("span", `dplab-${kind}`, `${words}\n`)]));
     if (low) this.log.scrollTop = this.log.scrollHeight;
   }
 

@@ -35,8 +35,8 @@ from dplab.widgets import frontend
 
 MAX_HZ = 4.0
 _KEYFRAME_S = 5.0
-_QUIET_S = 60.0
-_QUIET_PERIOD_S = 10.0
+_QUIET_S = 20.0
+_QUIET_PERIOD_S = 60.0
 _GONE_S = 3600.0
 _REDRAW_S = 2.0
 _LEAST_PAUSE_S = 0.05
@@ -253,7 +253,7 @@ class Board(anywidget.AnyWidget):
         quiet = 0.0 if cells.running else began - max(self._heard_at, cells.ended_at)
         if quiet > _GONE_S:
             return None  # a hello starts a new thread
-        period = _QUIET_PERIOD_S if quiet > _QUIET_S else self._period
+        period = min(quiet / 2, _QUIET_PERIOD_S) if quiet > _QUIET_S else self._period  # the server keeps it all
         keyframe = self._keyframe_asked or quiet > _QUIET_S or began - self._keyframe_at > _KEYFRAME_S
         self._transmit(keyframe=keyframe)
         # by what a tick costs, not by how long others kept the processor: a fifth of a core, half to catch up

@@ -110,7 +110,7 @@ def test_notebook_01_shows_a_moving_board_and_saves_a_still_one(lab, page, tmp_p
     assert int(after["seq"]) > int(before["seq"])
     assert int(after["redraws"]) > int(before["redraws"])
     drawn = page.evaluate(COLOURS)
-    assert len(drawn) == 9                           # one a panel, in the board's order
+    assert len(drawn) == 10                          # one a panel, in the board's order
     orange, blue, vermillion, pink = 0xE69F00, 0x0072B2, 0xD55E00, 0xCC79A7
     assert vermillion in drawn[0]                    # the smoothed loss
     assert {blue, vermillion} <= set(drawn[2])       # backward and exposed synchronisation, rank by rank
@@ -206,7 +206,7 @@ def test_a_run_is_paused_stepped_looked_back_at_and_relaunched_from_the_page(lab
     slider = page.get_by_label("step shown")
     slider.evaluate("slider => { slider.value = 7; slider.dispatchEvent(new Event('input')); }")
     page.wait_for_function(STEP_IS, arg=7, timeout=30_000)
-    page.wait_for_function("() => document.querySelector('.dplab-sync b').textContent.endsWith('step 6')")
+    page.wait_for_function("() => document.querySelector('.dplab-sync b').textContent.endsWith('step 7')")
     page.locator(".dplab-board").screenshot(path=str(tmp_path / "past.png"))
     page.get_by_role("button", name="Live").click()
     page.wait_for_function(STEP_IS, arg=steps + 1, timeout=30_000)

@@ -148,7 +148,8 @@ def test_the_most_expensive_comes_first_and_everything_is_told() -> None:
     assert "(predicted: " in str(told)
     assert told.to_dict()["findings"][0]["kind"] == seen[0].kind
     assert "<table>" in told._repr_html_()
-    assert "nothing to complain of" in str(Diagnosis(run="r", summary="s", findings=()))
+    assert "nothing to complain of" in str(Diagnosis(run="r", summary="s", findings=(), steps=1))
+    assert str(Diagnosis(run="r", summary="no step yet", findings=())) == "run r: no step yet"
 
 
 def test_nothing_is_judged_before_a_step_has_ended() -> None:

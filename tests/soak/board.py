@@ -94,13 +94,24 @@ def _watch(page: Any, lab: Lab, run: Path, *, seconds: float) -> list[dict[str, 
 
 
 def _memory(lab: Lab) -> dict[str, float]:
-    """MB of the server, of its kernel, and of the browser with all its processes."""
+    """MB (PSS: shared pages counted once over all who share them) of the server, of its kernel, and of each kind of
+    the browser's processes."""
     server = psutil.Process(lab._server.pid)
     kernels = [child for child in server.children(recursive=True) if "ipykernel" in " ".join(child.cmdline())]
-    browser = [child for child in psutil.Process().children(recursive=True) if "chrom" in child.name()]
-    told = {"server_mb": [server], "kernel_mb": kernels, "browser_mb": browser}
-    return {name: round(sum(process.memory_full_info().uss for process in processes) / 1e6, 1)
-            for name, processes in told.items()}
+    told: dict[str, list[psutil.Process]] = {"server_mb": [server], "kernel_mb": kernels}
+    for child in psutil.Process().children(recursive=True):
+        if "chrom" in child.name():
+            kinds = [word.removeprefix("--type=") for word in child.cmdline() if word.startswith("--type=")]
+            told.setdefault(f"browser_{(kinds or ['main'])[0]}_mb", []).append(child)
+    sizes = {name: round(sum(_pss(process) for process in processes) / 1e6, 1) for name, processes in told.items()}
+    return {**sizes, "browser_mb": round(sum(size for name, size in sizes.items() if name.startswith("browser")), 1)}
+
+
+def _pss(process: psutil.Process) -> int:
+    try:
+        return int(process.memory_full_info().pss)
+    except psutil.NoSuchProcess:      # ended since it was listed
+        return 0
 
 
 def _told(samples: list[dict[str, Any]]) -> dict[str, Any]:

@@ -6,10 +6,10 @@ import numpy as np
 import plotly.graph_objects as go
 import pytest
 
+from dplab.telemetry.steps import ANATOMY
 from dplab.views import theme
 from dplab.views.figures import figure, timeline_figure
 from dplab.views.fold import Fold
-from dplab.views.steps import ANATOMY
 from tests.views.synthetic import run_events
 
 
@@ -31,7 +31,7 @@ def test_lines_and_areas_are_the_charts_columns(fold):
 def test_timeline_holds_every_bar_of_the_newest_complete_step():
     drawn = timeline_figure(run_events(2, 4))
     assert isinstance(drawn, go.Figure)
-    assert drawn.layout.title.text == "Gradient synchronisation, step 3"
+    assert drawn.layout.title.text == "Gradient synchronisation, step 4"
     backward = next(trace for trace in drawn.data if trace.name == "backward")
     assert list(backward.base) == [33, 33]
     assert list(backward.x) == [33, 33]

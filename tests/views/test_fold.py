@@ -68,18 +68,19 @@ def test_summary_says_the_board_in_words():
     fold.feed(run_events(2, 10))
     assert fold.summary("my run").splitlines() == [
         "my run",
-        "  Loss: 3.000 at step 0, 2.100 at step 9",
+        "  Loss: 3.000 at step 1, 2.100 at step 10",
         "  Step time, rank 0: median 100 ms: forward 30, backward 33, optimizer 15, exposed 16, data 0, "
         "other 6 (all steps)",
         "  Anatomy of a step: the slowest of 2, rank 0 forward 30, backward 33, optimizer 15, exposed sync 16, data 0, "
         "other 6 ms (medians of all steps)",
-        "  Gradient synchronisation, step 9: overlap 73 %",
+        "  Gradient synchronisation, step 10: overlap 73 %",
         "  Wire, rank 0: 0.0164 MB sent in a step (reduce_scatter 0.0123, all_gather 0.0041)",
         "  Memory, rank 0: 47 MB in tensors, process peak 300 MB: params 16, grads 8, optimizer 16, buckets 2, "
         "activations 5; dot: peak of 47 MB",
         "  Utilization, rank 0: CPU core 97 %, GPU not measurable here",
         "  Who holds what: the layout is not recorded (yet): dplab.parallelize does it",
         "  Printed by the ranks: nothing printed yet",
+        "  Diagnosis: nothing to complain of: no rule found a loss worth a remedy",
         "  18,789 tokens/s over all ranks",
     ]
 

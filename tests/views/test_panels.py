@@ -21,7 +21,7 @@ def folded(events, world_size=2):
 
 def test_loss_is_the_mean_over_ranks_of_every_step():
     fold = folded(run_events(2, 30))
-    assert fold.loss.series["step"].tolist() == list(range(30))
+    assert fold.loss.series["step"].tolist() == list(range(1, 31))
     expected = [np.mean([synthetic.loss(step, rank) for rank in range(2)]) for step in range(30)]
     np.testing.assert_allclose(fold.loss.series["loss"], expected, rtol=1e-12)
 
@@ -37,12 +37,12 @@ def test_a_step_that_a_rank_has_not_told_its_loss_of_is_not_shown_yet():
     events = run_events(2, 3)
     last = next(event for event in reversed(events) if event.name == "loss")
     fold = folded([event for event in events if event is not last])
-    assert fold.loss.series["step"].tolist() == [0, 1]
+    assert fold.loss.series["step"].tolist() == [1, 2]
 
 
 def test_a_rank_that_never_tells_its_loss_holds_nobody_back():
     fold = folded([event for event in run_events(2, 5) if not (event.name == "loss" and event.rank == 1)])
-    assert fold.loss.series["step"].tolist() == [0, 1, 2, 3]
+    assert fold.loss.series["step"].tolist() == [1, 2, 3, 4]
 
 
 def test_losses_of_micro_batches_are_averaged():
@@ -114,7 +114,7 @@ def test_a_panel_of_a_long_run_stays_small_and_keeps_the_whole_run():
     assert isinstance(raw, Line)
     assert len(raw.x) <= 1024
     assert raw.x[0] <= 1
-    assert raw.x[-1] == 4999
+    assert raw.x[-1] == 5000
 
 
 def test_a_slow_first_step_does_not_flatten_the_scale():

@@ -54,7 +54,7 @@ def test_a_predicted_step_lies_over_the_median_measured_one(strategy):
     assert ends[0] == pytest.approx(1e3 * plan.step, rel=1e-3)
     assert ends[1] == pytest.approx(98)
     assert chart.value == f"{1e3 * plan.step / 100:.2f} x the measured"
-    assert "(step 2 of rank 1, the median of 4)" in chart.note
+    assert "(step 3 of rank 1, the median of 4)" in chart.note
     assert mark.start.min() >= 0
     shown = {role: float((mark.end - mark.start)[(mark.lane == 0) & (mark.kind == place)].sum())
              for place, role in enumerate(mark.roles)}
@@ -71,7 +71,7 @@ def test_the_measured_step_is_the_one_asked_for():
     slower = [event._replace(t1=event.t1 + event.step * 1_000_000) if event.kind == "step" else event
               for event in run_events(1, 6)]
     for quantile, step in ((0.0, 1), (0.25, 2), (0.5, 3), (1.0, 5)):
-        assert f"measured {100 + step} ms (step {step} of" in overlay(plan.timeline().events, slower,
+        assert f"measured {100 + step} ms (step {step + 1} of" in overlay(plan.timeline().events, slower,
                                                                      quantile=quantile).note
     with pytest.raises(UsageError, match=r"overlay\(quantile=25\) is not allowed; it is a number from 0"):
         overlay([], [], quantile=25)

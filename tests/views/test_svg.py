@@ -47,7 +47,7 @@ def test_it_is_well_formed_and_says_itself_in_words():
     assert "a run <of> two & more" in root.get("aria-label")
     assert "overlap 73 %" in root.get("aria-label")
     texts = "".join(root.itertext())
-    for title in ("Loss", "Step time, rank 0", "Gradient synchronisation, step 19", "Memory, rank 0"):
+    for title in ("Loss", "Step time, rank 0", "Gradient synchronisation, step 20", "Memory, rank 0"):
         assert title in texts
 
 

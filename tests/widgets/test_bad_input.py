@@ -48,7 +48,7 @@ def test_a_run_whose_supervisor_died_says_so_and_keeps_its_steps(directory):
     write_json(directory.path / "pids.json", {"supervisor": Identity(4_000_000, 1.0, "gone"), "ranks": []})
     board = Board(attach(directory.path))
     words = board.summary()
-    assert words.startswith("zero2, 2 ranks, failed\n  Loss: 3.000 at step 0, 2.200 at step 4")
+    assert words.startswith("zero2, 2 ranks, failed\n  Loss: 3.000 at step 1, 2.200 at step 5")
     assert "vanished without writing the run's end, most likely killed" in words
     board.seek(2)
     assert "as after step 2" in board.summary()
@@ -66,9 +66,9 @@ def test_a_torn_last_line_waits_and_a_damaged_one_is_told_and_nothing_else_is_lo
     until(lambda: "is damaged behind byte" in (shown_on(comms).get("problem") or ""))
     assert shown_on(comms)["steps"] == 5
     assert "is not an event" in board.summary()
-    assert "Gradient synchronisation, step 4" in board.svg()
+    assert "Gradient synchronisation, step 5" in board.svg()
     attached = Board(attach(directory.path))      # and whoever comes now sees as much
-    assert "Gradient synchronisation, step 4" in attached.svg()
+    assert "Gradient synchronisation, step 5" in attached.svg()
     assert "is not an event" in attached.summary()
     board.seek(3)
     assert "as after step 3" in board.summary()
@@ -114,7 +114,7 @@ def test_a_directory_that_is_deleted_meanwhile_is_told_and_the_last_picture_stay
     shutil.rmtree(directory.path)
     until(lambda: board.frozen and set(shown[-1][0]) == {"text/plain", "image/svg+xml"})
     words = shown[-1][0]["text/plain"]
-    assert words.startswith("zero2, 2 ranks, damaged\n  Loss: 3.000 at step 0")
+    assert words.startswith("zero2, 2 ranks, damaged\n  Loss: 3.000 at step 1")
     assert "is not a run directory: it does not exist" in words
 
 

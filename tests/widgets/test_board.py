@@ -91,7 +91,7 @@ def test_the_thread_ends_with_the_run_and_a_still_picture_takes_the_place(run, c
     assert update
     assert display_id == shown[0][1]
     assert set(bundle) == {"text/plain", "image/svg+xml"}
-    assert "step 5" in bundle["text/plain"]
+    assert "step 6" in bundle["text/plain"]
     assert sum(map(len, bundle.values())) < 200_000
     assert comms[0].messages[-1][0] == "comm_close"
     assert board.frozen
@@ -177,7 +177,7 @@ def test_where_nobody_watches_there_is_a_picture_and_no_comm_and_no_thread(run, 
     assert board_threads() == []
     bundle, _, _ = shown[0]
     assert set(bundle) == {"text/plain", "image/svg+xml"}
-    assert bundle["text/plain"].startswith("zero2, 2 ranks, running\n  Loss: 3.000 at step 0")
+    assert bundle["text/plain"].startswith("zero2, 2 ranks, running\n  Loss: 3.000 at step 1")
     assert repr(board) == bundle["text/plain"]
 
 
@@ -241,10 +241,12 @@ def test_silence_slows_the_board_down_and_a_word_wakes_it(run, monkeypatch):
     monkeypatch.setattr(cells, "running", False)
     monkeypatch.setattr(cells, "ended_at", 0.0)
     now = board._heard_at
-    monkeypatch.setattr(module.time, "monotonic", lambda: now + 30)
+    monkeypatch.setattr(module.time, "monotonic", lambda: now + 15)
     assert board.tick() == 0.5
     monkeypatch.setattr(module.time, "monotonic", lambda: now + 90)
-    assert board.tick() == 10
+    assert board.tick() == 45
+    monkeypatch.setattr(module.time, "monotonic", lambda: now + 900)
+    assert board.tick() == 60
     monkeypatch.setattr(cells, "running", True)  # a long cell holds the page's words back: that is no silence
     assert board.tick() == 0.5
     monkeypatch.setattr(cells, "running", False)
@@ -253,6 +255,59 @@ def test_silence_slows_the_board_down_and_a_word_wakes_it(run, monkeypatch):
     board._on_message(board, {"type": "hello"}, [])
     assert board.tick() == 0.5
     board.close()
+
+
+def test_findings_are_told_every_two_seconds_at_most_and_at_the_end(run, monkeypatch):
+    from dplab.launcher import watch as module
+
+    now = 1000.0
+    monkeypatch.setattr(module.time, "monotonic", lambda: now)
+    watch = Watch(run, patient=False)
+    watch.read()
+    first = watch.fold.findings.told
+    assert first is not None
+    run.emitted += step_events(0, 5)
+    run.emitted += step_events(1, 5)
+    now += 1.9
+    watch.read()
+    assert watch.fold.findings.told is first
+    now += 0.2
+    watch.read()
+    assert watch.fold.findings.told.summary.startswith("6 steps on 2 ranks")
+    run.emitted += [event for rank in range(2) for event in step_events(rank, 6)]
+    run.state = "finished"
+    assert watch.over()
+    assert watch.fold.findings.told.summary.startswith("7 steps on 2 ranks")
+
+
+def test_a_run_that_hangs_says_which_rank_is_missed(tmp_path, monkeypatch):
+    """Ranks note where they stand; one of three has noted least, and long ago."""
+    from dplab.diagnosis import hang
+    from dplab.specs import RunSpec
+    from dplab.telemetry.rundir import RunDirectory
+    from dplab.telemetry.state import StatePage
+
+    run = FakeRun(3)
+    run.path = tmp_path / "run"
+    directory = RunDirectory(run.path)
+    directory.create({"spec": RunSpec(function="m:f", world_size=3).to_dict()}, 3)
+    for rank in range(3):
+        page = StatePage(directory.rank(rank) / "state")
+        for _ in range(3 - (rank == 1)):
+            page.write(7 - (rank == 1), "all_reduce grads", 2)
+    monkeypatch.setattr(hang, "STILL_SECONDS", 0.0)
+    watch = Watch(run)
+    watch.read()
+    chart = watch.fold.findings.chart()
+    assert (chart.value, chart.alert) == ("1 finding", True)
+    what, seen, remedy = (text for _, _, text in chart.marks[0].lines)
+    assert what.endswith("ranks [0, 2] wait for [1]")
+    assert "rank 1: step 6, all_reduce grads, bucket 2" in seen
+    assert remedy.startswith("look at that line")
+    assert "ranks [0, 2] wait for [1]" in watch.svg()
+    run.state = "paused"
+    watch.read()
+    assert watch.fold.findings.told.findings == ()
 
 
 @pytest.mark.parametrize(("told", "shown"), [(1, 1), (7, 0), ("x", 0), (None, 0)])
@@ -279,8 +334,9 @@ def test_a_directory_that_is_no_run_is_refused(tmp_path):
 
 def test_figures_are_the_charts(run):
     titles = [figure.layout.title.text for figure in Board(run).figures(rank=1)]
-    assert titles == ["Loss", "Step time, rank 1", "Anatomy of a step", "Gradient synchronisation, step 4",
-                      "Wire, rank 1", "Memory, rank 1", "Utilization, rank 1", "Who holds what", "Printed by the ranks"]
+    assert titles == ["Loss", "Step time, rank 1", "Anatomy of a step", "Gradient synchronisation, step 5",
+                      "Wire, rank 1", "Memory, rank 1", "Utilization, rank 1", "Who holds what", "Printed by the ranks",
+                      "Diagnosis"]
 
 
 def test_the_still_picture_says_what_the_live_board_says(run, comms):

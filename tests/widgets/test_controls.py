@@ -71,13 +71,13 @@ def test_the_past_is_shown_as_it_was_live_and_the_newest_again(run, board, comms
     until(lambda: last(comms).status.get("shown") == 3)
     page = last(comms)
     assert (page.status["steps"], page.status["last"]) == (3, 5)
-    assert page.charts["sync"]["title"] == "Gradient synchronisation, step 2"
+    assert page.charts["sync"]["title"] == "Gradient synchronisation, step 3"
     assert svg(then.grid(0)) == svg(board._watch.shown.grid(0))
     assert "as after step 3" in board.summary()
     run.emitted += [event for rank in range(2) for event in step_events(rank, 5)]
     comms[0].say(type="seek", step=None)
     until(lambda: last(comms).status.get("shown", 0) is None and last(comms).status["steps"] == 6)
-    assert last(comms).charts["sync"]["title"] == "Gradient synchronisation, step 5"
+    assert last(comms).charts["sync"]["title"] == "Gradient synchronisation, step 6"
 
 
 def test_a_slider_that_moves_quickly_is_followed_to_where_it_stands(board):
@@ -116,7 +116,7 @@ def test_relaunched_the_board_follows_the_new_run_beside_the_old(run, board, com
 def test_another_run_beside_this_one_and_none_again(run, board, comms):
     other = FakeRun(2, state="finished", events=run_events(2, 9))
     board.compare(other)
-    assert board._watch.fold.loss.series["step"].tolist() == list(range(5))
+    assert board._watch.fold.loss.series["step"].tolist() == list(range(1, 6))
     names = [chart.marks[0].names for chart in board._watch.fold.charts() if chart.key == "anatomy"]
     assert names == [("rank 0", "rank 1", "earlier")]
     board.compare(None)

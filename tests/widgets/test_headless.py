@@ -38,7 +38,7 @@ def test_h42_the_picture_of_the_end_stands_where_the_board_was_made(executed):
     (output,) = notebook.cells[1].outputs
     assert set(output["data"]) == {"text/plain", "image/svg+xml"}
     assert output["data"]["text/plain"].startswith("zero2, 2 ranks, finished")
-    assert "Gradient synchronisation, step 3" in output["data"]["image/svg+xml"]
+    assert "Gradient synchronisation, step 4" in output["data"]["image/svg+xml"]
     assert notebook.cells[3].outputs[0]["text"] == "True False True False\n"
     assert not notebook.metadata.get("widgets", {})
     assert len(json.dumps(notebook)) < 200_000
@@ -74,7 +74,7 @@ def test_freeze_keeps_the_moment_of_the_call(executed):
         "run.emitted += run_events(2, 50)[-24:]\nrun.state = 'finished'", "board")
     (output,) = notebook.cells[1].outputs
     assert output["data"]["text/plain"].startswith("zero2, 2 ranks, running")
-    assert "step 2" in output["data"]["text/plain"]
+    assert "step 3" in output["data"]["text/plain"]
 
 
 def test_a_board_shown_again_shows_now(executed):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 
 from dplab.telemetry.events import Event
 from dplab.telemetry.thinning import DETAIL
@@ -48,6 +49,10 @@ class Step:
         Where two happen at once the first of exposed, forward, backward, optimizer and data counts: a wait inside a
         backward is exposed synchronisation, no backward.
         """
+        return dict(self._parts)
+
+    @cached_property
+    def _parts(self) -> dict[str, int]:
         taken = {"exposed": self.waits()}
         parts = {"exposed": _length(taken["exposed"])}
         covered = taken["exposed"]

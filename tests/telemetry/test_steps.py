@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dplab.telemetry.events import Event
-from dplab.views.steps import Step, StepAssembler
+from dplab.telemetry.steps import Step, StepAssembler
 from tests.views.synthetic import MS, run_events, step_events
 
 
