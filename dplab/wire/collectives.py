@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_checkable
 
@@ -40,9 +40,24 @@ class Work(Protocol):
         """Returns when the result is in place; raises WireError if it never will be."""
 
 
+@runtime_checkable
+class Nudged(Protocol):
+    """A work that can go on before it is waited for."""
+
+    def nudge(self) -> None: ...
+
+
 def summable(part: torch.Tensor) -> torch.Tensor:
     """A copy that sums can be added to: fp32 at least."""
     return part.float() if part.is_floating_point() and part.element_size() < 4 else part.clone()
+
+
+def reduced(parts: Sequence[torch.Tensor], op: Op) -> torch.Tensor:
+    """The sum, in rank order and in fp32 at least, or the maximum."""
+    total = summable(parts[0])
+    for part in parts[1:]:
+        total = total.add_(part) if op == "sum" else torch.maximum(total, part)
+    return total
 
 
 class Transport(Protocol):
@@ -81,7 +96,7 @@ class Pending:
     """A collective under way. `wait()` may be called more than once; only the first blocks."""
 
     def __init__(self, work: Work | None = None, ended: Callable[[Work, int], None] | None = None) -> None:
-        self._work, self._ended = work, ended
+        self._work, self._ended, self._blocked = work, ended, 0
 
     def look(self) -> None:
         """Notes when the last byte has come, for transports that only tell when asked."""
@@ -94,6 +109,10 @@ class Pending:
 
     def nudge(self) -> None:
         """The program has come so far that the next one may be due: called at the same points on every rank."""
+        if isinstance(self._work, Nudged):
+            asked = now()
+            self._work.nudge()
+            self._blocked += now() - asked
 
     def wait(self) -> None:
         """Blocks until the result is in place, and records the collective."""
@@ -104,7 +123,7 @@ class Pending:
         asked = now()
         work.wait()
         if self._ended is not None:
-            self._ended(work, asked)
+            self._ended(work, now() - asked + self._blocked)
 
 
 DONE = Pending()
@@ -268,9 +287,9 @@ class Collectives:
         issued = self.recorder.open("collective", f"{name} {label}" if label else name)
         work = start()
 
-        def ended(work: Work, asked: int) -> None:
+        def ended(work: Work, exposed: int) -> None:
             free = now()
-            attrs: dict[str, Any] = {"purpose": purpose, "bucket": bucket, "bytes": nbytes, "exposed": free - asked}
+            attrs: dict[str, Any] = {"purpose": purpose, "bucket": bucket, "bytes": nbytes, "exposed": exposed}
             if part.filled is not None:
                 attrs["filled"] = part.filled
             if self.link is not None:

@@ -1,14 +1,10 @@
-"""torch.distributed below the collectives: the only file that calls it to communicate.
+"""Groups of torch.distributed and the transport of each.
 
-`GlooTransport` builds reduce-scatter and all-gather from messages between pairs of ranks, and a local sum in rank
-order: gloo's own reduce-scatter sends as much as its all-reduce, both are two to four times slower, and broadcasts in
-the place of an all-gather take turns on a link that could carry both ways at once. `NativeTransport` is for backends
-(nccl) whose own collectives are the good ones.
+`NativeTransport` is for backends (nccl) whose own collectives are the good ones; gloo and shm have files of their own.
 """
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -18,12 +14,11 @@ import torch.distributed as dist
 
 from dplab.errors import WireError
 from dplab.telemetry.recorder import now
-from dplab.wire.collectives import Op, Transport, Work, summable
+from dplab.wire.collectives import Op, Transport, Work, reduced
+from dplab.wire.gloo import GlooTransport
 from dplab.wire.shm.group import ShmGroup
 from dplab.wire.shm.transport import ShmTransport
 
-_TAG = 25712
-"""Of our messages, so that a program's own sends between the same ranks meet their own receives."""
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 # torch 2.13 renames the tensor collectives and deprecates the old names; 2.11 has only those.
@@ -124,11 +119,7 @@ class NativeTransport:
         work = dist.all_to_all_single(received, flat, group=self.group, async_op=True)
 
         def sum_in_rank_order() -> None:
-            parts = received.view(self.size, -1)
-            total = summable(parts[0]) if _is_short(flat) else parts[0]
-            for part in parts[1:]:
-                total.add_(part)
-            out.copy_(total)
+            out.copy_(reduced(list(received.view(self.size, -1)), "sum"))
 
         return GroupWork([work], sum_in_rank_order)
 
@@ -145,69 +136,8 @@ class NativeTransport:
         return work.then(gather)
 
 
-class GlooTransport(NativeTransport):
-    """Textbook volumes on gloo. Tensors of a GPU travel through host copies: gloo moves host memory only."""
-
-    modelled = frozenset({"all_reduce", "broadcast"})
-
-    def reduce_scatter(self, flat: torch.Tensor, out: torch.Tensor) -> Work:
-        segments = flat.cpu().view(self.size, -1)
-        own = segments[self.rank]
-        received = torch.empty_like(segments)      # row r: what rank r sends; the own one stays unused
-        works = self._exchange(segments, received)
-
-        def sum_in_rank_order() -> None:
-            parts = [own if rank == self.rank else received[rank] for rank in range(self.size)]
-            total = summable(parts[0])
-            for part in parts[1:]:
-                total.add_(part)
-            out.copy_(total)
-
-        return GroupWork(works, sum_in_rank_order)
-
-    def all_gather(self, flat: torch.Tensor) -> Work:
-        host = flat.cpu()
-        segments = host.view(self.size, -1)
-        return GroupWork(self._exchange(segments[self.rank].expand(self.size, -1), segments), _copy_back(host, flat))
-
-    def _exchange(self, give: torch.Tensor, take: torch.Tensor) -> list[Any]:
-        """Row r of `give` goes to rank r, whose row comes into row r of `take`; the own rows are left alone."""
-        works = []
-        for distance in range(1, self.size):
-            to, source = (self.rank + distance) % self.size, (self.rank - distance) % self.size
-            works.append(dist.irecv(take[source], group_src=source, group=self.group, tag=_TAG))
-            works.append(dist.isend(give[to], group_dst=to, group=self.group, tag=_TAG))
-        return works
-
-    def all_to_all(self, flat: torch.Tensor, out: torch.Tensor) -> Work:
-        host = out.cpu()
-        work = dist.all_to_all_single(host, flat.cpu(), group=self.group, async_op=True)
-        return GroupWork([work], _copy_back(host, out))
-
-    def all_reduce(self, flat: torch.Tensor, op: Op) -> Work:
-        if op == "sum" and _is_short(flat):
-            return self._short_all_reduce(flat)
-        host = flat.cpu()
-        work = dist.all_reduce(host, _OPS[op], group=self.group, async_op=True)
-        return GroupWork([work], _copy_back(host, flat))
-
-    def broadcast(self, flat: torch.Tensor, source: int) -> Work:
-        host = flat.cpu()
-        work = dist.broadcast(host, group_src=source, group=self.group, async_op=True)
-        return GroupWork([work], _copy_back(host, flat))
-
-
 def _is_short(flat: torch.Tensor) -> bool:
     return flat.is_floating_point() and flat.element_size() < 4
-
-
-def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
-    target.copy_(source)
-
-
-def _copy_back(host: torch.Tensor, flat: torch.Tensor) -> Callable[[], None] | None:
-    """What is left to do where the collective ran on a host copy."""
-    return None if host is flat else functools.partial(_copy, flat, host)
 
 
 class SoloTransport:

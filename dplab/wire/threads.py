@@ -17,7 +17,7 @@ import torch
 
 from dplab.errors import WireError
 from dplab.telemetry.recorder import now
-from dplab.wire.collectives import Op, Work, summable
+from dplab.wire.collectives import Op, Work, reduced
 
 T = TypeVar("T")
 
@@ -104,7 +104,7 @@ class ThreadTransport:
 
     def all_reduce(self, flat: torch.Tensor, op: Op) -> Work:
         def reduce(flats: list[torch.Tensor]) -> None:
-            total = _reduced(flats, op)
+            total = reduced(flats, op)
             for each in flats:
                 each.copy_(total)
 
@@ -114,7 +114,7 @@ class ThreadTransport:
         def reduce(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
             segments = [each.view(self.size, -1) for each, _ in pairs]
             for rank, (_, target) in enumerate(pairs):
-                target.copy_(_reduced([each[rank] for each in segments], "sum"))
+                target.copy_(reduced([each[rank] for each in segments], "sum"))
 
         return self._join(_call("reduce_scatter", flat), (flat.detach(), out.detach()), reduce)
 
@@ -219,10 +219,3 @@ def run(fn: Callable[[], T], size: int, *, timeout: float = 30.0) -> list[T]:
 
 def _call(name: str, flat: torch.Tensor) -> str:
     return f"{name} of {flat.numel()} {str(flat.dtype).removeprefix('torch.')}"
-
-
-def _reduced(parts: list[torch.Tensor], op: Op) -> torch.Tensor:
-    total = summable(parts[0])
-    for part in parts[1:]:
-        total = total.add_(part) if op == "sum" else torch.maximum(total, part)
-    return total
