@@ -29,18 +29,23 @@ class Feed:
         self._sequence = 0
         self._sent: dict[str, NDArray[np.float32]] = {}
         self._said: dict[str, dict[str, Any]] = {}
+        self._charts: dict[str, Chart] = {}
 
     def message(self, fold: Fold, status: dict[str, Any], *, keyframe: bool = False) -> tuple[dict[str, Any], bytes]:
         """The next message and its buffer. Another fold than last time is told by what differs, like everything."""
         if keyframe:
             self._sent.clear()
             self._said.clear()
+            self._charts.clear()
         self._sequence += 1
         parts: list[dict[str, Any]] = []
         blocks: list[bytes] = []
         changed: dict[str, dict[str, Any]] = {}
         ranks = range(min(fold.world_size, SHOWN_RANKS))
         for chart in [*fold.shared_charts(), *(chart for rank in ranks for chart in fold.rank_charts(rank))]:
+            if self._charts.get(chart.name) is chart:      # the very same: nothing of it is another
+                continue
+            self._charts[chart.name] = chart
             said, columns = _said(chart)
             before = self._said.get(chart.name, {})
             if said != before:

@@ -48,11 +48,14 @@ class OwnershipPanel:
         self._sharding: dict[str, str] = {}
         self._shard: dict[int, tuple[int, int]] = {}
         """place and size along the shard axis, by rank"""
+        self._charts: list[Chart] = []
+        """as they were drawn last; empty where the layout is another since"""
 
     def feed(self, event: Event) -> None:
         """Takes layout gauges; those of a layout that is not understood (another version's) are left out."""
         if event.kind != "gauge" or event.name != "layout":
             return
+        self._charts = []
         try:
             place, size = map(int, event.attrs["shard"])
             self._shard[event.rank] = (place, size)
@@ -75,7 +78,9 @@ class OwnershipPanel:
         if not self._buckets or not self._shard:
             return [Chart(key="ownership", title="Who holds what", x_label="", y_label="",
                           marks=(Text(text="the layout is not recorded (yet): dplab.parallelize does it"),))]
-        return [self.chart(verb) for verb in self.verbs]
+        if not self._charts:
+            self._charts = [self.chart(verb) for verb in self.verbs]
+        return self._charts
 
     def chart(self, verb: str) -> Chart:
         """Before and after one verb."""

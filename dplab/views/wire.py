@@ -32,6 +32,8 @@ class WirePanel:
         self._world_size = world_size
         self._sent: dict[int, dict[str, int]] = {}
         self._params: dict[int, int] = {}
+        self._told: dict[int, dict[str, float] | None] = {}
+        """what theory says, by bytes of parameters"""
         try:
             self._strategy = None if strategy is None else Strategy.parse(strategy)
         except UsageError:  # of a later version: what was sent is shown all the same
@@ -54,10 +56,15 @@ class WirePanel:
         held = self._params.get(rank, 0)
         if self._strategy is None or not held:
             return None
+        if held not in self._told:
+            self._told[held] = self._theory(self._strategy, held)
+        return self._told[held]
+
+    def _theory(self, strategy: Strategy, held: int) -> dict[str, float] | None:
         try:
-            if self._strategy.sharding.params is Placement.SHARDED:
-                held *= per_host(self._strategy, self._world_size)
-            return explain(self._strategy, held // DTYPE_BYTES[self._strategy.precision.param or "fp32"],
+            if strategy.sharding.params is Placement.SHARDED:
+                held *= per_host(strategy, self._world_size)
+            return explain(strategy, held // DTYPE_BYTES[strategy.precision.param or "fp32"],
                            self._world_size).bytes_sent
         except UsageError:      # PowerSGD's depend on shapes, hybrid's on hosts that the strategy may not name
             return None

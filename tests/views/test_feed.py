@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import time
 
@@ -10,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dplab.telemetry.events import Event
 from dplab.views.feed import Feed
 from dplab.views.fold import Fold
 from dplab.views.records import Lanes, Line, Log, StackedArea
@@ -122,3 +124,25 @@ def test_an_empty_board_is_a_message_too(steps):
     page = Page()
     page.apply(json.loads(json.dumps(content)), data)
     assert page.status["steps"] == (None if steps == 0 else 1)
+
+
+def test_what_is_drawn_once_is_sent_once_and_again_when_another_run_stood_there_meanwhile():
+    layout = {"shard": [0, 2], "sharding": {"params": "replicated", "grads": "sharded", "optim": "sharded"},
+              "buckets": [{"slots": [["a.weight", 256]], "itemsize": 4, "trainable": True}]}
+    folds = [Fold(1), Fold(1)]
+    for elements, fold in zip((256, 512), folds, strict=True):
+        layout["buckets"][0]["slots"][0][1] = elements
+        fold.feed([Event("gauge", "layout", 0, 0, 1, 1, copy.deepcopy(layout))])
+    feed, page = Feed(), Page()
+
+    def ends(fold):
+        content, data = feed.message(fold, {})
+        page.apply(content, data)
+        told = any(part["id"].startswith("ownership") for part in content["parts"])
+        return told, page.charts["ownership/reduce"]["x"][1], float(page.columns["ownership/reduce#0"][3].max())
+
+    assert [ends(folds[number]) for number in (0, 0, 1, 1, 0)] == [
+        (told, pytest.approx(end), pytest.approx(end, rel=1e-6)) for told, end in (
+            (True, 256e-6), (False, 256e-6), (True, 512e-6), (False, 512e-6), (True, 256e-6))]
+    folds[0].feed([Event("gauge", "layout", 0, 0, 1, 1, layout)])      # another layout, such as after a restart
+    assert ends(folds[0]) == (True, pytest.approx(512e-6), pytest.approx(512e-6, rel=1e-6))

@@ -39,7 +39,8 @@ def test_a_finding_says_what_was_seen_and_what_the_remedy_is_predicted_to_gain()
     made = chart(diagnosis(finding()))
     (log,) = made.marks
     assert log.lines == (
-        (1, "what", "communication takes 40% of a step"), ("seen", "seen", "of 100 ms a step 40 are <exposed>; lost: 40% of a step"),
+        (1, "what", "communication takes 40% of a step"),
+        ("seen", "seen", "of 100 ms a step 40 are <exposed>; lost: 40% of a step"),
         ("try", "try", "'ddp+wire=bf16': half the bytes travel (predicted: 20% of a step)"))
     assert (made.value, made.alert, made.note) == ("1 finding", False, "communication takes 40% of a step")
     assert made.caption == "12 steps on 2 ranks, 100.0 ms each"
