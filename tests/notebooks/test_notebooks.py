@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import ast
-import os
 import re
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import nbformat
-import psutil
 import pytest
 
+from tests.notebooks.headless import processes_of, run_headless
 from tests.notebooks.store import FOLDER, metadata
 
 NOTEBOOKS = sorted(path for path in FOLDER.rglob("*.ipynb") if ".ipynb_checkpoints" not in path.parts)
@@ -26,18 +22,6 @@ def code_cells(path):
     return [cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
 
 
-def processes_of(runs: Path) -> list[psutil.Process]:
-    """Processes whose environment names this folder of runs."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if process.environ().get("DPLAB_RUNS") == str(runs) and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-        except (psutil.NoSuchProcess, psutil.AccessDenied):
-            continue
-    return found
-
-
 def test_there_are_notebooks():
     assert "01-quickstart" in [path.stem for path in NOTEBOOKS]
 
@@ -45,17 +29,12 @@ def test_there_are_notebooks():
 @pytest.mark.slow
 @every_notebook
 def test_h43_runs_headless_and_says_what_is_stored(path, tmp_path):
-    runs = tmp_path / "runs"
-    environment = {**os.environ, "CI": "true", "DPLAB_RUNS": str(runs)}
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "--nbval", "--nbval-current-env", "--nbval-cell-timeout=90",
-         "-o", "addopts=", "-p", "no:cacheprovider", str(path)],
-        env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False)
+    done = run_headless(path, tmp_path)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     assert f"{len(code_cells(path))} passed" in done.stdout
 
     limit = time.monotonic() + 30
-    while left := processes_of(runs):
+    while left := processes_of(tmp_path / "runs"):
         assert time.monotonic() < limit, f"{path.name} left running: {[process.cmdline() for process in left]}"
         time.sleep(0.1)
 
