@@ -1,8 +1,10 @@
 """Two boards on a page for minutes, over eight ranks at 50 steps a second: `python -m tests.soak.board [--minutes 10]`.
 
 A writer plays the run. JupyterLab opens a notebook with two boards on it; every few seconds are noted: redraws and lag
-of each board, how long the kernel takes to answer a cell, memory of page, kernel and server, bytes on disk. For the
-last fifth the tab is closed, which must not make anything grow either. The result is `board.json` beside this file.
+of each board, how long the kernel takes to answer a cell, memory of server, kernel and each kind of the browser's
+processes, the page's heap, nodes and listeners (garbage collected first, so that what is left is held), bytes on disk.
+For the last fifth the tab is closed, which must not make anything grow either. The result is `board.json` beside this
+file: medians, and how fast each size grows (MB a minute, a line through the second half of each phase).
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +30,17 @@ from tests.soak.writer import RANKS, RATE
 
 RESULT = Path(__file__).with_suffix(".json")
 _EVERY = 5.0
+_COUNTED = 6
+"""Garbage is collected, and what is left is counted, at one sample in so many: a collection is a pause of its own."""
 _ASK = """async () => {
   const kernel = window.jupyterapp.shell.currentWidget.sessionContext.session.kernel, began = performance.now();
   await kernel.requestExecute({code: "sum(range(1000))", store_history: false}).done;
   return performance.now() - began;
 }"""
 _BOARDS = """() => [...document.querySelectorAll('.dplab-board')].map(board => ({...board.dataset}))"""
-_HEAP = "() => performance.memory ? performance.memory.usedJSHeapSize : 0"
+_METRICS = {"JSHeapUsedSize": "heap_mb", "Nodes": "nodes", "JSEventListeners": "listeners"}
+"""What Chromium counts in a page, by our names."""
+_GROW = ("server_mb", "kernel_mb", "browser_mb", "browser_renderer_mb", "heap_mb", "nodes", "listeners", "disk_mb")
 
 
 def soak(minutes: float) -> dict[str, Any]:
@@ -73,16 +80,18 @@ _LOAD = os.getloadavg()[0]
 def _watch(page: Any, lab: Lab, run: Path, *, seconds: float) -> list[dict[str, Any]]:
     samples: list[dict[str, Any]] = []
     began, before = time.monotonic(), None
+    counts = _counts(page) if page is not None else dict
     while time.monotonic() - began < seconds:
         moment = time.monotonic()
         disk = sum(file.stat().st_size for file in run.rglob("*") if file.is_file())
         sample: dict[str, Any] = {"at": round(moment - began, 1), **_memory(lab), "disk_mb": round(disk / 1e6, 1)}
         if page is not None:
             boards = page.evaluate(_BOARDS)
-            sample |= {"kernel_ms": round(page.evaluate(_ASK), 1), "heap_mb": round(page.evaluate(_HEAP) / 1e6, 1),
-                       "lag_ms": [int(board["lagMs"]) for board in boards],
+            sample |= {"kernel_ms": round(page.evaluate(_ASK), 1), "lag_ms": [int(board["lagMs"]) for board in boards],
                        "draw_ms": [float(board["drawMs"]) for board in boards],
                        "step": [int(board["step"] or 0) for board in boards]}
+            if len(samples) % _COUNTED == 0:
+                sample |= counts()
             redraws = [int(board["redraws"]) for board in boards]
             if before is not None:
                 sample["redraws_a_second"] = [round((now - then) / (moment - before[0]), 2)
@@ -91,6 +100,20 @@ def _watch(page: Any, lab: Lab, run: Path, *, seconds: float) -> list[dict[str, 
         samples.append(sample)
         time.sleep(max(0.0, _EVERY - (time.monotonic() - moment)))
     return samples
+
+
+def _counts(page: Any) -> Callable[[], dict[str, float]]:
+    """Asks Chromium what the page holds, after a collection of garbage."""
+    session = page.context.new_cdp_session(page)
+    session.send("Performance.enable")
+
+    def counts() -> dict[str, float]:
+        session.send("HeapProfiler.collectGarbage")
+        told = {one["name"]: one["value"] for one in session.send("Performance.getMetrics")["metrics"]}
+        return {ours: round(told[name] / 1e6, 1) if ours.endswith("_mb") else int(told[name])
+                for name, ours in _METRICS.items()}
+
+    return counts
 
 
 def _memory(lab: Lab) -> dict[str, float]:
@@ -115,22 +138,27 @@ def _pss(process: psutil.Process) -> int:
 
 
 def _told(samples: list[dict[str, Any]]) -> dict[str, Any]:
-    """Medians of the first and of the last third of what must not grow; median and worst of the rest."""
-    third = max(1, len(samples) // 3)
+    """Of what must not grow the medians of both halves, and the growth a minute within the second; median and worst of
+    the rest."""
     told: dict[str, Any] = {}
-    for name in ("server_mb", "kernel_mb", "browser_mb", "heap_mb", "disk_mb"):
-        values = [sample[name] for sample in samples if name in sample]
-        if values:
-            told[name] = {"first_third": statistics.median(values[:third]),
-                          "last_third": statistics.median(values[-third:])}
+    for name in _GROW:
+        rows = [(sample["at"] / 60, sample[name]) for sample in samples if name in sample]
+        if len(rows) > 1:
+            minutes, values = zip(*rows, strict=True)
+            half = len(rows) // 2
+            told[name] = {"first_half": statistics.median(values[:half]),
+                          "second_half": statistics.median(values[half:])}
+            if len(rows) - half > 2:
+                slope = statistics.linear_regression(minutes[half:], values[half:]).slope
+                told[name]["growth_a_minute"] = round(slope, 2)
     for name in ("kernel_ms", "lag_ms", "draw_ms", "redraws_a_second"):
         # a column a board, where there is one a board
-        rows = [sample[name] if isinstance(sample[name], list) else [sample[name]] for sample in samples
-                if name in sample]
+        columns = list(zip(*[sample[name] if isinstance(sample[name], list) else [sample[name]] for sample in samples
+                             if name in sample], strict=True))
         worst = min if name == "redraws_a_second" else max
-        if rows:
-            told[name] = {"median": [statistics.median(column) for column in zip(*rows, strict=True)],
-                          "worst": [worst(column) for column in zip(*rows, strict=True)]}
+        if columns:
+            told[name] = {"median": [statistics.median(column) for column in columns],
+                          "worst": [worst(column) for column in columns]}
     return told
 
 
