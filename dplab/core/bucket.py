@@ -14,6 +14,7 @@ from torch import nn
 
 from dplab.core import grads, params
 from dplab.core.absent import CutGradient
+from dplab.core.home import Home
 from dplab.core.precision import Dtypes
 from dplab.errors import StateError
 from dplab.layout import FlatLayout
@@ -50,18 +51,18 @@ class Bucket:
         self.launched = False
         self.filled_at = 0
 
-    def take_roles(self, sharding: Sharding, pool: grads.BufferPool | None) -> None:
+    def take_roles(self, sharding: Sharding, pool: grads.BufferPool | None, home: Home) -> None:
         """Moves the parameters into their flat buffer and picks the roles."""
         role = params.Sharded if sharding.params is Placement.SHARDED else params.Resident
-        self.params = role(self.layout, self.parameters, self.mesh.shard, self.dtypes)
+        self.params = role(self.layout, self.parameters, self.mesh.shard, self.dtypes, home)
         if not self.trainable:
             return
         shard, replicate = self.mesh.shard, self.mesh.replicate
         if pool is None:
-            self.grads = grads.Whole(self.layout, shard, replicate, dtypes=self.dtypes, device=self.device)
+            self.grads = grads.Whole(self.layout, shard, replicate, dtypes=self.dtypes, device=self.device, home=home)
         else:
             self.grads = grads.Sharded(self.layout, shard, replicate, pool=pool, dtypes=self.dtypes,
-                                       device=self.device)
+                                       device=self.device, home=home)
         if self.mesh.codec is not None and self.grads.reducer.size > 1:
             self.grads.codec = self.mesh.codec(self.layout.slots)
 
@@ -232,7 +233,7 @@ class Bucket:
 
     def whole(self, owned: torch.Tensor) -> list[torch.Tensor]:
         """Every slot's full values from all ranks' owned parts; collective along the shard axis."""
-        flat = owned.new_empty(self.layout.numel)
+        flat = owned.new_empty(self.layout.numel, device=self.device)
         self.mesh.shard.segment(flat).copy_(owned)
         self.mesh.shard.all_gather(flat, purpose="control").wait()
         return [flat[slot.start:slot.stop].view(slot.shape) for slot in self.layout.slots]

@@ -17,6 +17,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from dplab.core.bucket import Bucket
 from dplab.core.deferred import Deferred
 from dplab.core.grads import BufferPool
+from dplab.core.home import Home
 from dplab.core.precision import Dtypes
 from dplab.core.units import Unit
 from dplab.errors import UsageError
@@ -117,12 +118,13 @@ def build_buckets(model: nn.Module, units: Sequence[Unit], strategy: Strategy, m
         for key in {(bucket.dtypes.unreduced, bucket.device) for bucket in buckets if bucket.trainable}:
             longest = max(b.layout.numel for b in buckets if b.trainable and (b.dtypes.unreduced, b.device) == key)
             pools[key] = BufferPool(longest, *key, mesh.shard)
+    home = Home.of(strategy, buckets[0].device, tell=mesh.world.rank == 0)
     for bucket in deferred.laid(buckets, units):
         for parameter in bucket.parameters:
             if deferred.place is None:
                 broadcast(parameter.detach(), mesh)
             setattr(parameter, WRAPPED, True)
-        bucket.take_roles(strategy.sharding, pools.get((bucket.dtypes.unreduced, bucket.device)))
+        bucket.take_roles(strategy.sharding, pools.get((bucket.dtypes.unreduced, bucket.device)), home)
     return buckets, list(pools.values())
 
 

@@ -10,10 +10,13 @@ The life of a buffer: `open()` -> slots are copied in -> `reduce()` -> waited ->
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterator
 
 import torch
 
+from dplab.core.home import Home
+from dplab.core.host import COPIED, Copy
 from dplab.core.precision import Dtypes
 from dplab.layout import FlatLayout
 from dplab.wire.chain import Chain
@@ -31,7 +34,7 @@ class BufferPool:
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device, axis: Collectives) -> None:
         self._numel, self._dtype, self._device, self._axis = numel, dtype, device, axis
-        self._free: list[torch.Tensor] = []
+        self._free: list[tuple[torch.Tensor, Copy]] = []
         self._out = 0
         self.make_room: Callable[[], bool] = lambda: False
 
@@ -44,18 +47,25 @@ class BufferPool:
         """A buffer as long as the longest bucket, holding anything."""
         while not self._free and self._out >= self.ROTATING and self.make_room():
             pass
-        buffer = self._free.pop() if self._free else self._axis.empty(self._numel, self._dtype, self._device)
         self._out += 1
+        if not self._free:
+            return self._axis.empty(self._numel, self._dtype, self._device)
+        buffer, left = self._free.pop(0)
+        left.order()
         return buffer
 
-    def give_back(self, buffer: torch.Tensor) -> None:
+    def give_back(self, buffer: torch.Tensor, left: Copy) -> None:
+        """`left`: the copy that takes its sums away."""
         self._out -= 1
         if self._out + len(self._free) < self.ROTATING:
-            self._free.append(buffer)
+            self._free.append((buffer, left))
 
 
 class _Role:
     """What both roles share: the buffer that fills, its slots' views, its gaps, the reduction."""
+
+    under_way = sys.maxsize
+    """Reductions that may be under way before the oldest is ended: few where its sums are to leave for the host."""
 
     def __init__(self, layout: FlatLayout, shard: Collectives, replicate: Collectives, dtypes: Dtypes) -> None:
         self.layout, self.shard, self.replicate, self.dtypes = layout, shard, replicate, dtypes
@@ -130,13 +140,28 @@ class Whole(_Role):
     """Full gradients for good; reduced in place. `carry` keeps earlier sums of a window that reduces often."""
 
     def __init__(self, layout: FlatLayout, shard: Collectives, replicate: Collectives, *,
-                 dtypes: Dtypes, device: torch.device) -> None:
+                 dtypes: Dtypes, device: torch.device, home: Home) -> None:
         super().__init__(layout, shard, replicate, dtypes)
         # full length, gradient dtype, lives as long as the engine
         self._full = self.reducer.empty(layout.numel, dtypes.grad, device).zero_()
-        self.owned = shard.segment(self._full)
+        self._own = shard.segment(self._full)
+        self._sums, self._taken = home.sums_of(self._own), False
         self._carry: torch.Tensor | None = None
-        self.shows_owned = shard.size == 1 and dtypes.grad == dtypes.param != torch.float16
+        self.shows_owned = shard.size == 1 and dtypes.grad == dtypes.param != torch.float16 and home.optimizer is None
+        if home.optimizer is not None:
+            self.under_way = BufferPool.ROTATING
+
+    @property
+    def owned(self) -> torch.Tensor:
+        """This rank's part of the sums, where the optimizer wants it."""
+        if not self._taken:
+            self._sums.take(self._own, add=False)
+            self._taken = True
+        return self._sums.read()
+
+    @property
+    def host_bytes(self) -> int:
+        return self._sums.host_bytes
 
     @property
     def held_bytes(self) -> int:
@@ -148,13 +173,16 @@ class Whole(_Role):
     def fold(self, *, last: bool) -> None:
         """Adds what has been reduced to what was reduced before; unless `last`, frees the buffer for more."""
         if self._carry is not None:
-            self.owned.add_(self._carry)
-        self._carry = None if last else self.owned.clone()
+            self._own.add_(self._carry)
+        self._carry = None if last else self._own.clone()
         self.buffer = None
+        self._taken = last
+        if last:
+            self._sums.take(self._own, add=False)
 
     def reopen(self, divisor: float) -> None:
         """Takes a closed window up again: its averages become sums and make room."""
-        self._carry = self.owned * divisor
+        self._carry = (self.owned * divisor).to(self._full.device)
 
     def clear(self) -> None:
         self.buffer = self._carry = None
@@ -166,17 +194,26 @@ class Sharded(_Role):
     shows_owned = False
 
     def __init__(self, layout: FlatLayout, shard: Collectives, replicate: Collectives, *,
-                 pool: BufferPool, dtypes: Dtypes, device: torch.device) -> None:
+                 pool: BufferPool, dtypes: Dtypes, device: torch.device, home: Home) -> None:
         super().__init__(layout, shard, replicate, dtypes)
         self._pool = pool
         # shard length, gradient dtype, lives as long as the engine
-        self.owned = torch.zeros(layout.shard_numel, dtype=dtypes.grad, device=device)
+        self._sums = home.sums(layout.shard_numel, dtypes.grad, device)
         self._holds = False
         self._lent: torch.Tensor | None = None
 
     @property
+    def owned(self) -> torch.Tensor:
+        """This rank's part of the sums, where the optimizer wants it."""
+        return self._sums.read()
+
+    @property
     def held_bytes(self) -> int:
-        return self._remembered + self.owned.numel() * self.owned.element_size()
+        return self._remembered + self._sums.held_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        return self._sums.host_bytes
 
     def open(self) -> None:
         self._lent = self._pool.take()
@@ -185,12 +222,9 @@ class Sharded(_Role):
     def fold(self, *, last: bool) -> None:
         """Adds the reduced segment to the shard and gives the buffer back."""
         assert self.summed is not None
-        if self._holds:
-            self.owned.add_(self.summed)
-        else:
-            self.owned.copy_(self.summed)
+        left = self._sums.take(self.summed, add=self._holds)
         self._holds = True
-        self._release()
+        self._release(left)
 
     def reopen(self, divisor: float) -> None:
         self.owned.mul_(divisor)
@@ -199,9 +233,9 @@ class Sharded(_Role):
         self._holds = False
         self._release()
 
-    def _release(self) -> None:
+    def _release(self, left: Copy = COPIED) -> None:
         if self._lent is not None:
-            self._pool.give_back(self._lent)
+            self._pool.give_back(self._lent, left)
         self._lent = self.buffer = self.summed = None
         self.views = []
 

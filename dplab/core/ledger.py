@@ -31,11 +31,14 @@ class Ledger:
         self.peak = 0
 
     def bytes(self) -> dict[str, int]:
-        """Bytes on this rank by category; on CUDA also what the allocator says."""
+        """Bytes on this rank by category; on CUDA also what the allocator says, and what was offloaded as `host`."""
+        away = sum(bucket.params.host_bytes + (0 if bucket.grads is None else bucket.grads.host_bytes)
+                   for bucket in self.buckets)
+        states = self.optimizer.state_bytes
         held = {
             "params": sum(bucket.params.held_bytes for bucket in self.buckets),
             "grads": sum(bucket.grads.held_bytes for bucket in self.buckets if bucket.grads is not None),
-            "optimizer": self.optimizer.state_bytes,
+            "optimizer": 0 if self.optimizer.on_host else states,
             "master": sum(bucket.params.master_bytes for bucket in self.buckets),
             "gathered": sum(bucket.params.gathered_bytes for bucket in self.buckets),
             "buckets": sum(pool.nbytes for pool in self.pools),
@@ -43,6 +46,8 @@ class Ledger:
         }
         known = sum(held.values())
         self.peak = max(self.peak, known)
+        if away:
+            held["host"] = away + (states if self.optimizer.on_host else 0)
         device = self.buckets[0].device
         if device.type == "cuda":
             allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)

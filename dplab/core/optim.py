@@ -206,6 +206,11 @@ class OwnedOptimizer:
                    for key, value in state.items()
                    if isinstance(value, torch.Tensor) and value.shape == parameter.shape and key != "step")
 
+    @property
+    def on_host(self) -> bool:
+        """Whether it steps in the host's memory, beside the device."""
+        return any(run.bucket.params.steps_on_host for runs in self.runs for run in runs)
+
     def _cuts(self, group: dict[str, Any]) -> bool:
         """Whether the optimizer with this group's options may be cut; UsageError where it must be and may not."""
         element_wise = is_element_wise(self.optimizer, group)

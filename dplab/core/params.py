@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from dplab.core import absent
+from dplab.core.home import Home, Stepped, nbytes
 from dplab.core.precision import Dtypes
 from dplab.errors import StateError
 from dplab.layout import FlatLayout
@@ -27,7 +28,7 @@ _OURS = 2
 
 
 class _Stepped:
-    """What the optimizer steps: the owned part, or its master copy in a wider dtype.
+    """What the optimizer steps: the owned part, or a copy of it, wider or elsewhere.
 
     Every write of ours is followed by `settle()`; a version that has moved since is a write of somebody else's.
     """
@@ -35,8 +36,8 @@ class _Stepped:
     parameters: Sequence[nn.Parameter]
     layout: FlatLayout
     owned: torch.Tensor
-    master: torch.Tensor | None
-    """shard length, fp32, lives as long as the engine; None where the owned part is stepped itself"""
+    _kept: Stepped
+    """of shard length, lives as long as the engine"""
     _settled: list[int]
 
     def settle(self) -> None:
@@ -55,23 +56,29 @@ class _Stepped:
 
     @property
     def stepped(self) -> torch.Tensor:
-        return self.owned if self.master is None else self.master
+        return self._kept.values
+
+    @property
+    def master(self) -> torch.Tensor | None:
+        """The values before they are rounded to the owned part; None where nothing is rounded."""
+        return self._kept.master
+
+    @property
+    def steps_on_host(self) -> bool:
+        """Whether that lies in the host's memory, beside the device."""
+        return self._kept.on_host
 
     @property
     def master_bytes(self) -> int:
-        return 0 if self.master is None else _nbytes(self.master)
+        return self._kept.held_bytes
 
     def round_master(self) -> None:
-        """The owned part becomes the master's rounding."""
-        if self.master is not None:
-            self.owned.copy_(self.master)
+        """The owned part becomes the rounding of what was stepped."""
+        self._kept.round()
 
     def refresh_master(self) -> None:
-        """Where somebody wrote to the owned part, the master takes that value; elsewhere it keeps its digits."""
-        if self.master is not None:
-            same = self.owned == self.master.to(self.owned.dtype)
-            # no question to the device: this runs before every step
-            torch.where(same, self.master, self.owned.to(self.master.dtype), out=self.master)
+        """Where somebody wrote to the owned part, what is stepped takes that value; elsewhere it keeps its digits."""
+        self._kept.refresh()
 
 
 class Resident(_Stepped):
@@ -80,13 +87,14 @@ class Resident(_Stepped):
     resident = True
 
     def __init__(self, layout: FlatLayout, parameters: Sequence[nn.Parameter], axis: Collectives,
-                 dtypes: Dtypes) -> None:
+                 dtypes: Dtypes, home: Home) -> None:
         self.parameters, self.axis, self.layout = parameters, axis, layout
         exact = _flattened(layout, parameters)
         # full length, the computing dtype, lives as long as the engine
         self.flat = axis.housed(exact.to(dtypes.param))
         self.owned = axis.segment(self.flat)
-        self.master = _master(axis.segment(exact), dtypes)
+        self._kept = home.stepped(self.owned, axis.segment(exact), dtypes, trainable=parameters[0].requires_grad,
+                                  hosted=False)
         self._views = _cut(self.flat, layout)
         for view, parameter in zip(self._views, parameters, strict=True):
             parameter.data = view
@@ -94,7 +102,11 @@ class Resident(_Stepped):
 
     @property
     def held_bytes(self) -> int:
-        return _nbytes(self.flat)
+        return nbytes(self.flat)
+
+    @property
+    def host_bytes(self) -> int:
+        return self._kept.host_bytes
 
     @property
     def gathered_bytes(self) -> int:
@@ -104,6 +116,7 @@ class Resident(_Stepped):
         """All-gathers what each rank has updated; the module's parameters change when the pending is waited."""
         torch.autograd.graph.increment_version(self.parameters)
         self.settle()
+        self._kept.ready()
         return self.axis.all_gather(self.flat, purpose=purpose, bucket=bucket)
 
     def unshard(self, bucket: int) -> Pending:
@@ -141,15 +154,16 @@ class Sharded(_Stepped):
     """
 
     def __init__(self, layout: FlatLayout, parameters: Sequence[nn.Parameter], axis: Collectives,
-                 dtypes: Dtypes) -> None:
+                 dtypes: Dtypes, home: Home) -> None:
         self.parameters, self.axis, self.layout = parameters, axis, layout
         exact = _flattened(layout, parameters)
         self.full = exact.to(dtypes.param)
-        self.master = _master(axis.segment(exact), dtypes)
-        self._full_bytes = _nbytes(self.full)
+        self._full_bytes = nbytes(self.full)
         # shard length, lives as long as the engine: the only lasting copy
-        own = axis.segment(self.full)
-        self.owned = axis.empty(own.numel(), own.dtype, own.device).copy_(own)
+        self.owned, self._hosted = home.shard(axis.segment(self.full), axis), home.params is not None
+        self._kept = home.stepped(self.owned, axis.segment(exact), dtypes, trainable=parameters[0].requires_grad,
+                                  hosted=self._hosted)
+        self._source = home.source(self.owned, axis, self._kept)
         value = float("nan") if dtypes.param.is_floating_point or dtypes.param.is_complex else 0
         nothing = torch.full((), value, dtype=self.full.dtype, device=self.full.device)
         self._views = _cut(self.full, layout)
@@ -167,7 +181,11 @@ class Sharded(_Stepped):
 
     @property
     def held_bytes(self) -> int:
-        return _nbytes(self.owned)
+        return 0 if self._hosted else nbytes(self.owned)
+
+    @property
+    def host_bytes(self) -> int:
+        return self._kept.host_bytes + (nbytes(self.owned) if self._hosted else 0)
 
     @property
     def gathered_bytes(self) -> int:
@@ -197,7 +215,7 @@ class Sharded(_Stepped):
             self.full.untyped_storage().resize_(self._full_bytes)
             self._show()
             self.resident = True
-            self._pending = self.axis.all_gather(self.full, self.owned, bucket=bucket)
+            self._pending = self._source.gather(self.full, bucket)
         return self._pending or DONE
 
     def reveal(self) -> None:
@@ -216,9 +234,14 @@ class Sharded(_Stepped):
 
     def take_back(self) -> None:
         """Copies the owned slice of the full values into the shard, after somebody wrote to them."""
+        self._source.still()
         self.owned.copy_(self.axis.segment(self.full))
-        self.refresh_master()
+        self._kept.refresh()
         self.settle()
+
+    def refresh_master(self) -> None:
+        """The shard is about to be stepped or read. Nobody writes to it but `take_back`, which has told the master."""
+        self._source.still()
 
     def replaced(self) -> list[str]:
         """Names of parameters that show neither the gathered values nor their absence any more."""
@@ -292,11 +315,3 @@ def _flattened(layout: FlatLayout, parameters: Sequence[nn.Parameter]) -> torch.
     for slot, parameter in zip(layout.slots, parameters, strict=True):
         flat[slot.start:slot.stop].view(slot.shape).copy_(parameter.detach())
     return flat
-
-
-def _master(exact: torch.Tensor, dtypes: Dtypes) -> torch.Tensor | None:
-    return None if dtypes.master is None else exact.to(dtypes.master, copy=True)
-
-
-def _nbytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

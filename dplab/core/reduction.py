@@ -62,6 +62,8 @@ class Reduction:
         self._began = 0
         self._weight: float | None = None
         self._suspect: str | None = None
+        self._under_way = min(bucket.grads.under_way for bucket in buckets if bucket.grads is not None)
+        self._closing = False
 
     @property
     def due(self) -> bool:
@@ -78,8 +80,8 @@ class Reduction:
             return
         self.reopen()
         self._open, self._began, self._weight = True, self.recorder.open("backward", "backward"), weight
-        closing = self.window.backwards + 1 >= self.accumulate
-        self._reducing = self.syncing and (closing or self.every_backward)
+        self._closing = self.window.backwards + 1 >= self.accumulate
+        self._reducing = self.syncing and (self._closing or self.every_backward)
         self._next = 0
         for bucket in self.buckets:
             bucket.expect()
@@ -144,6 +146,7 @@ class Reduction:
         if not self.window.backwards:
             for bucket in self.buckets:
                 bucket.refuse_assigned()
+        self._closing = True
         if self.window.unreduced:
             self._launch_rest()
         flags = {"weighted": self.window.weighted, "unweighted": self.window.unweighted,
@@ -229,6 +232,8 @@ class Reduction:
             self._launch()
 
     def _launch(self) -> None:
+        while len(self._in_flight) >= self._under_way:
+            self._end_oldest(last=self._closing)
         bucket = self.buckets[self._next]
         self._next += 1
         if self.scaler is not None and self.scaler.at_floor:

@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 from dplab.errors import UsageError
 from dplab.specs.checks import check, is_int, is_positive, lookup, nearest
 from dplab.specs.compression import check_compression
+from dplab.specs.offload import check_offload
 from dplab.specs.precision import PRECISIONS, Precision
 from dplab.specs.recompute import Recompute
 from dplab.specs.sharding import DDP, SHARDINGS, Placement, Sharding
@@ -34,6 +35,8 @@ class Strategy:
     hybrid): `bf16`, `fp16`, `int8`, `int8-ef` (with error feedback), `powersgd4` (rank 4); None: as they are.
     `shares`: samples of each rank's micro-batch, in rank order, where ranks have unequal ones (`3:3:2`, for unequal
     devices): the mean loss that a rank gives to `engine.backward` weighs as many, so that every sample counts alike.
+    `offload`: what a rank owns that lives in the host's memory, where a GPU computes: `optimizer` (sums of gradients,
+    master weights and moments; the step runs there), `parameters` (the shards of ZeRO-3) or `all`.
     """
 
     sharding: Sharding = DDP
@@ -49,6 +52,7 @@ class Strategy:
     hybrid: bool = False
     wire: str | None = None
     shares: tuple[int, ...] | None = None
+    offload: str = "none"
 
     def __post_init__(self) -> None:
         set_ = object.__setattr__
@@ -78,6 +82,7 @@ class Strategy:
             isinstance(self.topology, str) and re.fullmatch(r"[^+\s]+", self.topology) is not None),
             "one line such as 2x2@10gbe, or None")
         check_compression(self)
+        check_offload(self)
 
     @property
     def reduces_every_backward(self) -> bool:
@@ -208,6 +213,7 @@ _TOKEN_PARSERS: dict[str, Any] = {
     "recompute": str,
     "topology": str,
     "wire": str,
+    "offload": str,
     "shares": lambda text: tuple(int(part) for part in text.split(":")),
     "precision": _parse_precision,
 }
