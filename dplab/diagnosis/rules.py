@@ -132,6 +132,9 @@ def utilization(facts: Facts) -> Finding | None:
     elif of.other > of.exposed:
         why = f"look at what the program does between its steps: {of.other:.1f} ms of {of.step:.1f} are neither "\
               f"computing nor synchronising"
+    elif device == "core":      # who computes on a core keeps it busy, if it has it
+        why = f"look at what else runs on this machine: the rank computes for {of.compute / of.step:.0%} of a step and " \
+              f"has a core for {percent:.0f} % of it, so others take the core, or the program sleeps"
     else:
         why = "kernels are too small to keep it busy: a larger micro-batch, or torch.compile of the units"
     return Finding(kind="utilization", cost=1 - percent / 100, remedy=why,

@@ -23,7 +23,7 @@ def take(file: Path, *, dark: bool = False, step: int = 45, whole_page: bool = F
         shutil.copy(REPOSITORY / "notebooks" / NOTEBOOK, root)
         lab = Lab(root, Path(folder) / "scratch", dark=dark)
         try:
-            with browser_page(width=1400, height=1250) as page:
+            with browser_page(width=1400, height=1500) as page:
                 open_notebook(page, lab, NOTEBOOK)
                 command(page, "application:toggle-left-area")
                 command(page, "notebook:run-all-cells")

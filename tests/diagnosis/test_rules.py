@@ -18,7 +18,7 @@ GOOD = {"compute": 90.0, "exposed": 5.0, "data": 2.0, "tokens": 1024, "cpu": 97.
 
 def step(rank: int, index: int, *, compute: float, exposed: float, data: float, tokens: int, cpu: float,
          buckets: int = 1, bucket_bytes: int = 1 << 20, pause: float = 0.0, memory: dict[str, Any] | None = None,
-         ) -> Iterator[Event]:
+         gpu: float | None = None) -> Iterator[Event]:
     """data, then forward, then backward whose reductions end with it, then nothing for 3 ms."""
     at = base = index * 1000 * MS
 
@@ -38,7 +38,7 @@ def step(rank: int, index: int, *, compute: float, exposed: float, data: float, 
         yield Event("collective", "reduce_scatter", rank, index, begin, end, {
             "purpose": "grads", "bucket": bucket, "bytes": bucket_bytes, "exposed": end - begin})
     yield backward
-    yield Event("gauge", "utilization", rank, index, at, at, {"cpu": cpu})
+    yield Event("gauge", "utilization", rank, index, at, at, {"cpu": cpu, **({} if gpu is None else {"gpu": gpu})})
     yield Event("gauge", "memory", rank, index, at, at, memory or {"params": 1})
     yield Event("step", "train", rank, index, base, at + 3 * MS, {"micro_batches": 1, "moved": True})
 
@@ -118,10 +118,13 @@ def test_waiting_for_data() -> None:
 
 
 def test_an_idle_device() -> None:
+    seen = only("utilization", gpu=60.0)
+    assert seen.what == "the GPU of rank 0 is 60 % busy"
+    assert "kernels are too small" in seen.remedy
     seen = only("utilization", cpu=60.0)
     assert seen.what == "the core of rank 0 is 60 % busy"
-    assert "kernels are too small" in seen.remedy
-    assert "2.0 ms of 200.0" not in seen.remedy
+    assert seen.remedy == ("look at what else runs on this machine: the rank computes for 90% of a step and has a core "
+                           "for 60 % of it, so others take the core, or the program sleeps")
 
 
 def test_fragments_of_gpu_memory() -> None:

@@ -25,7 +25,7 @@ from typing import Any
 import nbformat
 import psutil
 
-from tests.browser.lab import AT_STEP, REPOSITORY, Lab, browser_page, command, open_notebook
+from tests.browser.lab import REPOSITORY, Lab, browser_page, command, open_notebook
 from tests.soak.writer import RANKS, RATE
 
 RESULT = Path(__file__).with_suffix(".json")
@@ -38,6 +38,8 @@ _ASK = """async () => {
   return performance.now() - began;
 }"""
 _BOARDS = """() => [...document.querySelectorAll('.dplab-board')].map(board => ({...board.dataset}))"""
+_BOTH_MOVE = """() => { const boards = [...document.querySelectorAll('.dplab-board')];
+  return boards.length === 2 && boards.every(board => Number(board.dataset.step) >= 20); }"""
 _METRICS = {"JSHeapUsedSize": "heap_mb", "Nodes": "nodes", "JSEventListeners": "listeners"}
 """What Chromium counts in a page, by our names."""
 _GROW = ("server_mb", "kernel_mb", "browser_mb", "browser_renderer_mb", "heap_mb", "nodes", "listeners", "disk_mb")
@@ -56,12 +58,10 @@ def soak(minutes: float) -> dict[str, Any]:
                                   cwd=REPOSITORY, env={**os.environ, "PYTHONPATH": str(REPOSITORY)})
         lab = Lab(root, Path(folder) / "scratch")
         try:
-            with browser_page(width=1400, height=2200) as page:
+            with browser_page(width=1400, height=2900) as page:
                 open_notebook(page, lab, "soak.ipynb")
                 command(page, "notebook:run-all-cells")
-                page.wait_for_function("() => document.querySelectorAll('.dplab-board canvas').length > 9",
-                                       timeout=60_000)
-                page.wait_for_function(AT_STEP, arg=20, timeout=60_000)
+                page.wait_for_function(_BOTH_MOVE, timeout=120_000)
                 watched = _watch(page, lab, run, seconds=0.8 * seconds)
                 page.screenshot(path=str(RESULT.with_suffix(".png")))
             closed = _watch(None, lab, run, seconds=0.2 * seconds)
