@@ -128,6 +128,14 @@ def build_buckets(model: nn.Module, units: Sequence[Unit], strategy: Strategy, m
     return buckets, list(pools.values())
 
 
+def check_optimizer(optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket]) -> None:
+    """Refuses one that is bound to the GPU where it is to step on the host."""
+    if any(bucket.params.steps_on_host for bucket in buckets) and any(
+            group.get("capturable") for group in optimizer.param_groups):
+        raise UsageError(f"optimizer {type(optimizer).__name__} has capturable=True, which steps on the GPU, and the "
+                         f"strategy's offload steps on the host; leave one of them out")
+
+
 def _alike(named: Named, kept: set[nn.Parameter]) -> list[Named]:
     """Grouped by dtype, device and trainability, which a flat buffer cannot mix."""
     groups: dict[tuple[torch.dtype, torch.device, bool, bool], Named] = defaultdict(list)

@@ -55,6 +55,7 @@ class Engine:
         self._buckets, pools = build.build_buckets(model, found, strategy, mesh, deferred)
         build.make_equal(model, mesh)
         trainable = [bucket for bucket in self._buckets if bucket.trainable]
+        build.check_optimizer(made, trainable)
         self._owned = OwnedOptimizer(made, trainable, whole=mesh.shard.size == 1)
         self.optimizer = made
         self._census, self._synced = Census(model, self._buckets), Buffers(model, buffers, mesh.world)

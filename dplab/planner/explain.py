@@ -11,6 +11,7 @@ from dplab.planner.footprint import (
     MODEL_STATES,
     ElementBytes,
     held_whole,
+    host_states,
     model_states,
     precision_name,
     states_formula,
@@ -60,6 +61,7 @@ class Explanation:
     element: ElementBytes
     elements_sent: dict[str, float]
     bytes_sent: dict[str, float]
+    host_bytes: float = 0
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
@@ -67,7 +69,7 @@ class Explanation:
                 "roles": dict(vars(self.roles)), "model_states_bytes": {**self.states, "total": self.total_bytes},
                 "formula": self.states_formula, "precision": self.precision,
                 "bytes_per_parameter": self.bytes_per_parameter,
-                "elements_sent": self.elements_sent, "bytes_sent": self.bytes_sent}
+                "elements_sent": self.elements_sent, "bytes_sent": self.bytes_sent, "host_bytes": self.host_bytes}
 
     @property
     def bytes_per_parameter(self) -> int:
@@ -98,8 +100,11 @@ class Explanation:
                            reduces_every_backward=self.strategy.reduces_every_backward)
         lines += [f"  {name:12}{_size(self.states[name]):>12}   {'all of it' if name in whole else share + ' of it'}"
                   for name in MODEL_STATES if self.states[name]]
-        lines += [f"  {'total':12}{_size(self.total_bytes):>12}   = {self.states_formula}", "",
-                  f"wire: sent by one rank in one step{self._window()}"]
+        lines.append(f"  {'total':12}{_size(self.total_bytes):>12}   = {self.states_formula}")
+        if self.host_bytes:
+            lines.append(f"  {'host':12}{_size(self.host_bytes):>12}   offload={self.strategy.offload}, where a GPU "
+                         f"computes; on CPU ranks it moves nothing")
+        lines += ["", f"wire: sent by one rank in one step{self._window()}"]
         lines += [f"  {name:15}{self.elements_sent[name]:>16,.0f} elements{_size(self.bytes_sent[name]):>12}"
                   for name in _WIRE if self.elements_sent[name]] or ["  nothing: there is one rank"]
         if self.strategy.sharding.params is Placement.SHARDED and self.strategy.reshard and n > 1:
@@ -143,6 +148,7 @@ def explain(strategy: Strategy | str | None = None, model: Any = None, world_siz
     window: dict[str, Any] = {"accumulate": chosen.accumulate,
                               "reduces_every_backward": chosen.reduces_every_backward}
     element = ElementBytes.of(chosen.precision, accumulate=chosen.accumulate, model=dtype)
+    whole = held_whole(chosen.sharding, **window)
     shard = per_host(chosen, world_size)
     sent = volume(numel, sharding=chosen.sharding, shard=1 if replicated else shard,
                   replicate=world_size if replicated else world_size // shard, reshard=chosen.reshard, **window)
@@ -154,9 +160,10 @@ def explain(strategy: Strategy | str | None = None, model: Any = None, world_siz
     return Explanation(
         strategy=chosen, numel=numel, world_size=world_size, roles=Roles.of(chosen.sharding),
         states=model_states(numel, sharding=chosen.sharding, shard=shard, precision=chosen.precision,
-                            model=dtype, **window),
-        states_formula=states_formula(numel, element=element, whole=held_whole(chosen.sharding, **window),
-                                      shard=shard, precision=precision),
+                            model=dtype, offload=chosen.offload, **window),
+        states_formula=states_formula(numel, element=element.here(chosen.offload, whole), whole=whole, shard=shard,
+                                      precision=precision),
+        host_bytes=host_states(numel, chosen, shard=shard, element=element),
         precision=precision, element=element, elements_sent=sent,
         bytes_sent=travels(chosen, sent, on_the_wire, world_size // shard))
 

@@ -16,9 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from dplab.errors import UsageError
+from dplab.planner.shape import ModelShape, at_least
 from dplab.planner.sharing import per_host
 from dplab.planner.units import Unit, unit_of
 from dplab.specs import DTYPE_BYTES, PRECISIONS, SHARDINGS, Placement, Precision, Recompute, Sharding, Strategy
+from dplab.specs.offload import moves
 
 MODEL_STATES = ("params", "grads", "optimizer", "master")
 OPTIMIZER_SLOTS = {"adamw": 2, "adam": 2, "nadam": 2, "radam": 2, "adamax": 2,
@@ -44,6 +46,20 @@ class ElementBytes:
         return cls(params=param, grads=max(grad, 4) if accumulate > 1 else grad,
                    optimizer=slots * (master or param), master=master)
 
+    def here(self, offload: str, whole: set[str]) -> ElementBytes:
+        """What of it is on the device; gradients that are `whole` there are, whatever leaves."""
+        optimizer, params = moves(offload)
+        return ElementBytes(params=0 if params else self.params,
+                            grads=0 if optimizer and "grads" not in whole else self.grads,
+                            optimizer=0 if optimizer else self.optimizer, master=0 if optimizer else self.master)
+
+    def there(self, offload: str, *, adds: bool) -> int:
+        """Bytes of an owned element in the host's memory. The optimizer's part has the weights that go back; where
+        micro-batches' sums come one by one (`adds`), one that arrives lies beside their sum."""
+        optimizer, params = moves(offload)
+        steps = self.grads * (2 if adds else 1) + self.optimizer + self.master
+        return (steps if optimizer else 0) + (self.params if optimizer or params else 0)
+
     @property
     def total(self) -> int:
         """Bytes a parameter where nothing is sharded: 16, or 18 with fp32 gradients beside 2-byte weights."""
@@ -56,16 +72,24 @@ class ElementBytes:
 
 def model_states(numel: float, *, sharding: Sharding, shard: int, precision: Precision = PRECISIONS["fp32"],
                  optimizer_slots: int = 2, accumulate: int = 1, reduces_every_backward: bool | None = None,
-                 model: str = "fp32") -> dict[str, float]:
-    """Bytes a rank holds between steps, by category: params, grads, optimizer, master.
+                 model: str = "fp32", offload: str = "none") -> dict[str, float]:
+    """Bytes a rank's device holds between steps, by category: params, grads, optimizer, master.
 
     `shard`: size of the shard axis. `reduces_every_backward=False` with `accumulate` > 1 means that a window's
     unreduced gradients stay whole on every rank, sharded or not. Step counters of an optimizer are not in it.
     """
     element = ElementBytes.of(precision, accumulate=accumulate, slots=optimizer_slots, model=model)
     whole = held_whole(sharding, accumulate=accumulate, reduces_every_backward=reduces_every_backward)
+    element = element.here(offload, whole)
     return {name: _exact(Fraction(numel) * getattr(element, name) / (1 if name in whole else shard))
             for name in MODEL_STATES}
+
+
+def host_states(numel: float, strategy: Strategy, *, shard: int, element: ElementBytes) -> float:
+    """Bytes a rank holds in the host's memory under `offload`, between steps."""
+    adds = (strategy.sharding.grads is Placement.SHARDED and strategy.accumulate > 1
+            and strategy.reduces_every_backward)
+    return _exact(Fraction(numel) * element.there(strategy.offload, adds=adds) / shard)
 
 
 def held_whole(sharding: Sharding, *, accumulate: int = 1, reduces_every_backward: bool | None = None) -> set[str]:
@@ -117,46 +141,6 @@ def volume(numel: float, *, sharding: Sharding, shard: int, replicate: int = 1, 
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelShape:
-    """What the activations of a GPT depend on: `sequence` tokens, `micro_batch` sequences a rank."""
-
-    layers: int
-    hidden: int
-    heads: int
-    sequence: int
-    micro_batch: int = 1
-    vocabulary: int = 0
-    flash: bool = True
-
-    def __post_init__(self) -> None:
-        for name in ("layers", "hidden", "heads", "sequence", "micro_batch"):
-            _at_least(name, getattr(self, name), 1)
-
-    def activations(self, *, element_bytes: int = 2, recompute: bool = False) -> tuple[int, str]:
-        """Bytes that one micro-batch leaves for its backward, and the formula with its numbers.
-
-        arXiv:2205.05198 Table 2 (GPT block with dropout): 34 bytes an element of s x b x h at 2-byte
-        elements, plus 5as/h where the attention matrix is stored (`flash=False`); with full recomputation
-        2 (a block's input). 4 bytes a logit are added when a vocabulary is given.
-        """
-        s, b, h = self.sequence, self.micro_batch, self.hidden
-        each, text = Fraction(34), "34"
-        many = f"{b} sequence{'s' * (b > 1)}"
-        if recompute:
-            each, text = Fraction(2), "2"
-        elif not self.flash:
-            each, text = 34 + Fraction(5 * self.heads * s, h), f"(34 + 5 x {self.heads} x {s} / {h})"
-        size = self.layers * s * b * h * each * element_bytes / 2
-        formula = f"{self.layers} layers x {s} tokens x {many} x {h} features x {text} bytes"
-        if element_bytes != 2:
-            formula += f" x {element_bytes}/2"
-        if self.vocabulary:
-            size += 4 * s * b * self.vocabulary
-            formula += f" + {s} tokens x {many} x {self.vocabulary} logits x 4 bytes"
-        return round(size), formula
-
-
-@dataclass(frozen=True, kw_only=True)
 class Estimate:
     """Predicted bytes of one rank. `activations_bytes` is None where no model shape was given.
 
@@ -176,6 +160,8 @@ class Estimate:
     """gathered units, buckets, fragmentation and context, where a model was given"""
     formulas: dict[str, str] = field(default_factory=dict)
     """the sum behind each figure, with its numbers"""
+    host_bytes: float = 0
+    """what is offloaded to the host's memory"""
 
     def explain(self) -> str:
         """Each figure with its formula and the numbers in it."""
@@ -184,7 +170,13 @@ class Estimate:
                  for name, text in self.formulas.items() if name in sizes]
         total = (f"{'total':12}{self.total_bytes / unit.decimal:12.3f} {unit.name} = "
                  f"{self.total_bytes / unit.binary:.3f} {unit.binary_name}")
-        return "\n".join([*lines, total])
+        return "\n".join([*lines, total, *self._host()])
+
+    def _host(self) -> list[str]:
+        """What is not on the device."""
+        unit = unit_of(self.host_bytes)
+        return [f"{'host':12}{self.host_bytes / unit.decimal:12.3f} {unit.name} in the host's memory"] * bool(
+            self.host_bytes)
 
     @property
     def _unit(self) -> Unit:
@@ -213,8 +205,8 @@ class Estimate:
         for name, size in [*self._rows(), ("total", self.total_bytes)]:
             text = f"   {self.formulas.get(name, '')}" if whole else ""
             lines.append(f"{name:12}{size / unit.decimal:12.3f}{size / unit.binary:12.3f}{text}".rstrip())
-        return "\n".join([*lines, f"{'model' if whole else 'formula'}: {self.formula}", f"precision: {self.precision}",
-                          f"note: {self.note}"])
+        return "\n".join([*lines, *self._host(), f"{'model' if whole else 'formula'}: {self.formula}",
+                          f"precision: {self.precision}", f"note: {self.note}"])
 
     def __repr__(self) -> str:
         return str(self)
@@ -246,13 +238,13 @@ def estimate(params: float | str | Path | dict[str, Any], world_size: int, strat
     slots = OPTIMIZER_SLOTS[optimizer]
     window: dict[str, Any] = {"accumulate": chosen.accumulate, "reduces_every_backward": chosen.reduces_every_backward}
     states = model_states(params, sharding=chosen.sharding, shard=shard, precision=chosen.precision,
-                          optimizer_slots=slots, **window)
+                          optimizer_slots=slots, offload=chosen.offload, **window)
     total = sum(states.values())
     element = ElementBytes.of(chosen.precision, accumulate=chosen.accumulate, slots=slots)
     kept = held_whole(chosen.sharding, **window)
-    formula = states_formula(params, shard=shard, element=element, whole=kept,
-                             precision=precision_name(chosen.precision))
-    formulas = {name: f"{params:.6g} parameters x {getattr(element, name)} bytes"
+    here = element.here(chosen.offload, kept)
+    formula = states_formula(params, shard=shard, element=here, whole=kept, precision=precision_name(chosen.precision))
+    formulas = {name: f"{params:.6g} parameters x {getattr(here, name)} bytes"
                 + ("" if name in kept else f" / {shard} ranks") for name in MODEL_STATES if states[name]}
     activations = None
     note = "activations, buckets, gathered units, the framework's own memory and fragmentation are not in it"
@@ -265,7 +257,8 @@ def estimate(params: float | str | Path | dict[str, Any], world_size: int, strat
         note = "buckets, gathered units, the framework's own memory and fragmentation are not in it"
     return Estimate(strategy=str(chosen), precision=precision_told(strategy, chosen), params=_exact(Fraction(params)),
                     world_size=world_size, model_states_bytes={**states, "total": total}, activations_bytes=activations,
-                    total_bytes=total + (activations or 0), formula=formula, note=note, formulas=formulas)
+                    total_bytes=total + (activations or 0), formula=formula, note=note, formulas=formulas,
+                    host_bytes=host_states(params, chosen, shard=shard, element=element))
 
 
 def _of_model(model: str | Path | dict[str, Any], world_size: int, strategy: Strategy | str, optimizer: str,
@@ -299,12 +292,12 @@ def states_formula(numel: float, *, element: ElementBytes, whole: set[str], shar
     """
     kept = sum(getattr(element, name) for name in whole)
     cut = element.total - kept
-    terms = [str(kept)] if kept else []
+    terms = [str(kept)] if kept or not cut else []
     if cut:
         terms.append(f"{cut}/{shard}")
     total = Fraction(numel) * (kept + Fraction(cut, shard))
     return (f"{numel:.6g} x ({' + '.join(terms)}) bytes = {float(total) / 1e9:.4g} GB (1e9) "
-            f"in {precision} ({element})")
+            f"in {precision} ({str(element) or 'all of it on the host'})")
 
 
 def with_default_precision(strategy: Strategy | str) -> Strategy:
@@ -330,8 +323,8 @@ def _check_first(params: Any, world_size: Any) -> None:
         raise UsageError(f"estimate takes the parameters first, estimate(7.5e9, 64, {params!r}); it was given the "
                          f"strategy {params!r} there")
     if not isinstance(params, str | Path | dict):
-        _at_least("params", params, 1)
-    _at_least("world_size", world_size, 1)
+        at_least("params", params, 1)
+    at_least("world_size", world_size, 1)
     if not isinstance(world_size, int):
         raise UsageError(f"estimate(world_size={world_size!r}) is not allowed; world_size is a whole number of ranks")
 
@@ -342,9 +335,3 @@ def _check_sharing(optimizer: str, shard: Any, world_size: int) -> None:
                          f"world_size={world_size}")
     if optimizer not in OPTIMIZER_SLOTS:
         raise UsageError(f"optimizer {optimizer!r} is not known; use one of {', '.join(OPTIMIZER_SLOTS)}")
-
-
-def _at_least(name: str, value: Any, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value < float("inf"):
-        shown = repr(value) if isinstance(value, int | float | str) else f"a {type(value).__name__}"
-        raise UsageError(f"estimate({name}={shown}) is not allowed; {name} is a number >= {least}")

@@ -165,9 +165,11 @@ def states(numel: Any, split: Split, recipe: Recipe) -> dict[str, Any]:
 
 def offloaded(numel: Any, split: Split, recipe: Recipe) -> Any:
     """Bytes of a rank's share in the host's memory: gradients, master weights and moments in the dtypes they have on
-    the device, and the weights that go back."""
+    the device, and the weights that go back. Micro-batches add up there, with one that arrives beside the sum.
+    """
     owned = numel / np.where(np.asarray(split.zero) >= 1, np.asarray(split.shard), 1)
-    kept = recipe.grad_bytes(split) + recipe.master + recipe.moments + recipe.param
+    adds = (np.asarray(split.zero) >= 2) & (np.asarray(split.accumulate) > 1)
+    kept = recipe.grad_bytes(split) * np.where(adds, 2, 1) + recipe.master + recipe.moments + recipe.param
     return np.where(np.asarray(split.offload) > 0, owned * kept, 0.0)
 
 

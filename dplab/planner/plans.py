@@ -66,10 +66,11 @@ class Plan:
         Of the ways to recompute a strategy has `full`; for another it leaves that out and the model is to checkpoint
         its blocks (torch.utils.checkpoint).
         """
-        if not self.pure or self.split.offload:
+        if not self.pure:
             return None
         values: dict[str, Any] = {"sharding": SHARDINGS[name(self.split.zero)], "accumulate": self.split.accumulate,
-                                  "precision": PRECISIONS[self.precision], "hybrid": self.split.groups > 1}
+                                  "precision": PRECISIONS[self.precision], "hybrid": self.split.groups > 1,
+                                  "offload": OFFLOAD[self.split.offload]}
         runs = Strategy(**values, recompute="full" if RECOMPUTE[self.split.recompute] == "full" else "none")
         return runs if self.shares is None or self.shares.equal else replace(runs, shares=self.shares.samples)
 
@@ -100,7 +101,8 @@ class Plan:
         groups = f" in {split.groups} groups" if split.groups > 1 else ""
         if strategy is not None:
             return str(strategy)
-        text = f"{name(split.zero)}+{self.precision}{' + offload' if split.offload else ''}"
+        text = f"{name(split.zero)}+{self.precision}"
+        text += f"+offload={OFFLOAD[split.offload]}" if split.offload else ""
         text += "" if self.pure else f" x tp{split.tp} x pp{split.pp}"
         return text + groups + (f" x {split.chunks} chunks" if split.chunks > 1 else "")
 

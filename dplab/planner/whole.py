@@ -10,10 +10,19 @@ from dplab.errors import UsageError
 from dplab.planner import configs, memory
 from dplab.planner.activations import divided, whole
 from dplab.planner.again import under
-from dplab.planner.footprint import OPTIMIZER_SLOTS, Estimate, model_states, precision_told, with_default_precision
+from dplab.planner.footprint import (
+    OPTIMIZER_SLOTS,
+    ElementBytes,
+    Estimate,
+    host_states,
+    model_states,
+    precision_told,
+    with_default_precision,
+)
 from dplab.planner.recipes import Recipe
-from dplab.planner.split import Split
+from dplab.planner.split import OFFLOAD, Split
 from dplab.specs import SHARDINGS, Recompute, Strategy
+from dplab.specs.offload import moves
 
 _ALIVE = ("activations", "working", "logits")
 _OTHERS = ("gathered", "buckets", "slack", "context")
@@ -33,11 +42,13 @@ def estimate_model(model: str | Path | dict[str, Any], world_size: int, strategy
     program = Recipe().with_precision(chosen.precision)
     program = replace(program, moments=OPTIMIZER_SLOTS[optimizer] * (program.master or program.param))
     split = Split(dp=world_size, zero=list(SHARDINGS).index(chosen.sharding.name), micro_batch=micro_batch,
-                  accumulate=chosen.accumulate)
+                  accumulate=chosen.accumulate,
+                  offload=OFFLOAD.index("optimizer" if moves(chosen.offload)[0] else "none"))
     told, more = under(Recompute.parse(chosen.recompute), profile, split, program)
     states = model_states(profile.parameters, sharding=chosen.sharding, shard=world_size, precision=chosen.precision,
                           optimizer_slots=OPTIMIZER_SLOTS[optimizer], accumulate=chosen.accumulate,
-                          reduces_every_backward=chosen.reduces_every_backward)
+                          reduces_every_backward=chosen.reduces_every_backward, offload=chosen.offload)
+    element = ElementBytes.of(chosen.precision, accumulate=chosen.accumulate, slots=OPTIMIZER_SLOTS[optimizer])
     sizes = told.to_dict()
     others = {name: round(sizes[name]) for name in _OTHERS}
     others["slack"] = round(program.slack * (sum(states.values()) + sum(
@@ -45,10 +56,10 @@ def estimate_model(model: str | Path | dict[str, Any], world_size: int, strategy
     alive = round(sum(sizes[name] for name in _ALIVE))
     formulas = memory.formulas(told)
     formulas["activations"] += more
-    if states["grads"] != round(sizes["grads"]):
+    if states["grads"] and states["grads"] != round(sizes["grads"]):
         formulas["grads"] += ", whole between the backwards of a window"
     formulas["activations"] = " + ".join(formulas[name] for name in _ALIVE if sizes[name])
-    formulas = {name: formulas[name] for name in (*states, "activations", *_OTHERS) if {**states, **sizes}[name]}
+    formulas = {name: formulas[name] for name in (*states, "activations", *_OTHERS) if {**sizes, **states}[name]}
     text = f"{profile.parameters:,} parameters of {profile.name}"
     if profile.blocks:
         block = profile.blocks[-1]
@@ -59,4 +70,5 @@ def estimate_model(model: str | Path | dict[str, Any], world_size: int, strategy
         strategy=str(chosen), precision=precision_told(strategy, chosen), params=profile.parameters,
         world_size=world_size, model_states_bytes={**states, "total": sum(states.values())}, activations_bytes=alive,
         total_bytes=sum(states.values()) + alive + sum(others.values()), formula=text, other_bytes=others,
-        formulas=formulas, note=note)
+        formulas=formulas, note=note,
+        host_bytes=host_states(profile.parameters, chosen, shard=world_size, element=element))

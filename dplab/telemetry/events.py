@@ -32,7 +32,8 @@ import json
 from typing import Any, NamedTuple
 
 CATEGORIES = ("params", "grads", "optimizer", "master", "gathered", "buckets", "activations", "other")
-"""Memory by category, in the order in which they are stacked; on CUDA also reserved, allocated, fragmentation."""
+"""Memory by category, in the order in which they are stacked; on CUDA also reserved, allocated, fragmentation, and what
+lies in the host's memory (`host`) under a strategy that offloads."""
 
 SCHEMA = 1
 """Version of the run directory's files; a reader refuses a newer one by name."""

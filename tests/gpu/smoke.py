@@ -14,6 +14,8 @@ from collections.abc import Callable
 from typing import Any
 
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
+OFFLOADED = ("zero1+offload=optimizer", "zero2+offload=optimizer", "zero3+offload=optimizer", "zero3+offload=all",
+             "zero3+bf16+offload=parameters", "zero2+bf16+accum2+offload=optimizer", "zero3+bf16+accum2+offload=all")
 
 
 def steps(strategy: str, count: int = 5) -> dict[str, Any]:
@@ -22,7 +24,7 @@ def steps(strategy: str, count: int = 5) -> dict[str, Any]:
     from torch import nn
 
     import dplab
-    from dplab.engine import _checksum
+    from dplab.core.params import checksum
 
     world = dplab.init()
     torch.manual_seed(0)
@@ -30,19 +32,23 @@ def steps(strategy: str, count: int = 5) -> dict[str, Any]:
     before = torch.cuda.memory_allocated()
     engine = dplab.parallelize(model, lambda ps: torch.optim.AdamW(ps, lr=1e-3), strategy)
     x = torch.randn(8, 256, generator=torch.Generator().manual_seed(world.rank)).to(world.device)
+    x = x.to(next(model.parameters()).dtype)
     losses = []
     for _ in range(count):
-        loss = engine(x).square().mean()
-        engine.backward(loss)
+        for _ in range(engine.strategy.accumulate):
+            loss = engine(x).float().square().mean()
+            engine.backward(loss)
         engine.step()
         losses.append(loss.item())
     del loss, x
     memory = engine.memory()
-    known = sum(memory[name] for name in ("params", "grads", "optimizer", "gathered", "buckets"))
+    known = sum(memory[name] for name in ("params", "grads", "optimizer", "master", "gathered", "buckets"))
+    pinned = torch.cuda.host_memory_stats().get("allocated_bytes.current", 0)
     engine.check_agreement()
     return {"losses": losses, "backend": world.backend, "device": str(world.device), "known": known,
             "allocated": torch.cuda.memory_allocated() - before, "memory": memory,
-            "weights": {name: _checksum(value) for name, value in engine.full_state_dict().items()}}
+            "pinned": pinned, "full": engine.full_state_dict(),
+            "weights": {name: checksum(value) for name, value in engine.full_state_dict().items()}}
 
 
 def overhead() -> dict[str, float]:
@@ -94,6 +100,43 @@ def overhead() -> dict[str, float]:
     for strategy in STRATEGIES:
         times[strategy] = measure(lambda strategy=strategy: ours(strategy))
     return times
+
+
+def overlapped() -> dict[str, float]:
+    """Copies and kernels of one profiled step of the benchmark GPT under `zero2+offload=optimizer`."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    import dplab
+    from dplab.workloads import models
+
+    world = dplab.init()
+    x = torch.randint(0, 256, (32, 128), device=world.device)
+    result: dict[str, float] = {}
+    for name, strategy in (("plain_ms", "zero2"), ("step_ms", "zero2+offload=optimizer")):
+        engine = dplab.parallelize(models.build("bench-gpt"), lambda ps: torch.optim.AdamW(ps, lr=1e-3, fused=True),
+                                   strategy)
+        for turn in range(6):
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            engine.backward(engine(x, x))
+            engine.step()
+            torch.cuda.synchronize()
+            result[name] = 1e3 * (time.perf_counter() - began)
+            del turn
+    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as told:
+        engine.backward(engine(x, x))
+        engine.step()
+        torch.cuda.synchronize()
+    device = [event for event in told.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    down = [event.time_range for event in device if "DtoH" in event.name]
+    kernels = [event.time_range for event in device if "Memcpy" not in event.name and "Memset" not in event.name]
+    spent = sum(copy.end - copy.start for copy in down)
+    beside = sum(max((min(copy.end, kernel.end) - max(copy.start, kernel.start) for kernel in kernels), default=0.0)
+                 for copy in down if any(k.start < copy.end and copy.start < k.end for k in kernels))
+    owned = float(sum(bucket.layout.shard_numel * 4 for bucket in engine._buckets))
+    return {**result, "beside": beside / spent if spent else 0.0, "owned_bytes": owned,
+            "down_bytes": owned if spent else 0.0}
 
 
 def launched(strategy: str, world_size: int, backend: str | None) -> list[dict[str, Any]]:
@@ -156,6 +199,43 @@ def check_ledger() -> str:
         assert -4096 <= slack <= 32 * 2**20, (strategy, result["allocated"], result["known"])
         lines.append(f"{strategy} {result['known'] / 1e6:.2f} of {result['allocated'] / 1e6:.2f} MB")
     return "; ".join(lines)
+
+
+def check_offload() -> str:
+    """The step runs on the host: the same numbers but for rounding, and the device holds what is predicted."""
+    import torch
+
+    import dplab
+
+    lines = []
+    for strategy in OFFLOADED:
+        for ranks, backend in ((1, "nccl"), (2, None)):
+            plain = launched(strategy.partition("+offload")[0], ranks, backend)
+            moved = launched(strategy, ranks, backend)
+            tight = {"rtol": 1e-4, "atol": 1e-6} if "bf16" not in strategy else {"rtol": 2e-2, "atol": 2e-3}
+            for mine, theirs in zip(moved, plain, strict=True):
+                torch.testing.assert_close(torch.tensor(mine["losses"]), torch.tensor(theirs["losses"]), **tight)
+                torch.testing.assert_close(mine["full"], theirs["full"], **tight)
+                told = dplab.estimate(8 * (256 * 256 + 256), ranks, f"{strategy}+fp32"
+                                      if "bf16" not in strategy else strategy)
+                assert told.host_bytes <= mine["memory"]["host"] <= 1.1 * told.host_bytes + 4096
+                assert mine["pinned"] > 0, "nothing is pinned"
+                assert mine["allocated"] < theirs["allocated"], (strategy, mine["allocated"], theirs["allocated"])
+                assert -4096 <= mine["allocated"] - mine["known"] <= 32 * 2**20
+        lines.append(f"{strategy} {moved[0]['known'] / 1e6:.2f} of {plain[0]['known'] / 1e6:.2f} MB, "
+                     f"{moved[0]['memory']['host'] / 1e6:.2f} MB on the host")
+    return "; ".join(lines)
+
+
+def check_offload_hides_behind_backward() -> str:
+    """Gradients leave on a stream of their own: a larger model's step, with what the profiler saw of the copies."""
+    import dplab
+
+    told, = dplab.launch(overlapped, world_size=1, detach=False).wait(timeout=120)
+    assert told["down_bytes"] >= told["owned_bytes"], told
+    assert told["beside"] > 0, "no copy to the host ran while the device computed"
+    return (f"{told['beside']:.0%} of the copies' time beside kernels; step {told['step_ms']:.0f} ms, without "
+            f"{told['plain_ms']:.0f} ms")
 
 
 def check_overhead() -> str:

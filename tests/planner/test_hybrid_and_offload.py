@@ -128,7 +128,11 @@ def test_offloading_is_asked_for_and_told(capsys):
     assert main([*call, "--offload", "--json"]) == 0
     best = json.loads(capsys.readouterr().out)["plans"][0]
     assert best["offload"] == "optimizer"
-    assert best["strategy"] == "zero2+bf16 + offload"
+    strategy = dplab.Strategy.parse(best["strategy"])
+    assert (strategy.offload, strategy.precision.name) == ("optimizer", "bf16")
+    told = dplab.estimate("llama-7b", best["dp"], strategy, micro_batch=best["micro_batch"])
+    assert told.host_bytes == best["host_bytes"]
+    assert told.total_bytes == pytest.approx(best["memory_bytes"], rel=0.02)
     assert best["host_bytes"] > 12 * 6.7e9
     assert "GiB a rank on the host" in best["why"]
     with pytest.raises(UsageError, match=r"there is nothing to offload to on 2 ranks of this-machine"):
@@ -142,3 +146,37 @@ def test_candidates_name_nothing_twice():
     assert len(np.unique(rows, axis=0)) == len(rows)
     assert not np.any((split.zero == 0) & ((split.groups > 1) | (split.offload > 0)))
     assert np.all(split.groups * split.shard == split.dp)
+
+
+@pytest.mark.parametrize(("strategy", "here", "there"), [
+    ("zero1+bf16+offload=optimizer", {"params": 2, "grads": 2}, 16),
+    ("zero2+bf16+offload=optimizer", {"params": 2}, 16),
+    ("zero3+bf16+offload=optimizer", {"params": 0.25}, 16), ("zero3+bf16+offload=all", {}, 16),
+    ("zero3+bf16+offload=parameters", {"grads": 0.25, "optimizer": 1, "master": 0.5}, 2),
+    ("zero2+fp32+offload=optimizer", {"params": 4}, 16),
+    ("zero2+bf16+accum4+offload=optimizer", {"params": 2}, 4 + 4 + 8 + 4 + 2)])
+def test_estimate_and_explain_tell_device_and_host(strategy, here, there):
+    told = dplab.estimate(8e9, 8, strategy)
+    assert {name: size / 8e9 for name, size in told.model_states_bytes.items() if size and name != "total"} == here
+    assert told.host_bytes == 1e9 * there
+    assert "B in the host's memory" in str(told)
+    assert "B in the host's memory" in told.explain()
+    row = dplab.explain(strategy, 8e9, 8)
+    assert (row.total_bytes, row.to_dict()["host_bytes"]) == (told.total_bytes, told.host_bytes)
+    assert f"offload={dplab.Strategy.parse(strategy).offload}, where a GPU computes; on CPU ranks it moves nothing" in (
+        str(row))
+    assert row.states_formula == told.formula
+    assert "in the host's memory" not in str(dplab.estimate(8e9, 8, strategy.partition("+offload")[0]))
+
+
+def test_a_whole_model_may_be_offloaded(capsys):
+    assert main(["estimate", "--model", "llama-7b", "--world-size", "8", "--strategy", "zero3+offload=all",
+                 "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["model_states_bytes"] == {"params": 0, "grads": 0, "optimizer": 0, "master": 0, "total": 0}
+    assert told["host_bytes"] == told["params"] * 2
+    kept = dplab.estimate("llama-7b", 8, "zero3")
+    assert told["activations_bytes"] == kept.activations_bytes
+    assert told["other_bytes"]["gathered"] == kept.other_bytes["gathered"] > 0
+    assert main(["estimate", "--params", "1e9", "--world-size", "2", "--strategy", "ddp+offload=optimizer"]) == 2
+    assert "ddp shards nothing; use zero1, zero2 or zero3" in capsys.readouterr().err
