@@ -2,7 +2,8 @@
 
 A writer plays the run. JupyterLab opens a notebook with two boards on it; every few seconds are noted: redraws and lag
 of each board, how long the kernel takes to answer a cell, memory of server, kernel and each kind of the browser's
-processes, the page's heap, nodes and listeners (garbage collected first, so that what is left is held), bytes on disk.
+processes, bytes on disk; and, garbage collected first so that what is left is held, the page's heap, nodes and
+listeners and the browser's memory (without that it is mostly how lazily Chromium collects).
 For the last fifth the tab is closed, which must not make anything grow either. The result is `board.json` beside this
 file: medians, and how fast each size grows (MB a minute, a line through the second half of each phase).
 """
@@ -42,7 +43,7 @@ _BOTH_MOVE = """() => { const boards = [...document.querySelectorAll('.dplab-boa
   return boards.length === 2 && boards.every(board => Number(board.dataset.step) >= 20); }"""
 _METRICS = {"JSHeapUsedSize": "heap_mb", "Nodes": "nodes", "JSEventListeners": "listeners"}
 """What Chromium counts in a page, by our names."""
-_GROW = ("server_mb", "kernel_mb", "browser_mb", "browser_renderer_mb", "heap_mb", "nodes", "listeners", "disk_mb")
+_GROW = ("server_mb", "kernel_mb", "browser_mb", "browser_held_mb", "heap_mb", "nodes", "listeners", "disk_mb")
 
 
 def soak(minutes: float) -> dict[str, Any]:
@@ -92,6 +93,8 @@ def _watch(page: Any, lab: Lab, run: Path, *, seconds: float) -> list[dict[str, 
                        "step": [int(board["step"] or 0) for board in boards]}
             if len(samples) % _COUNTED == 0:
                 sample |= counts()
+                time.sleep(1)      # the pages that are free now go back to the system after a moment
+                sample["browser_held_mb"] = _memory(lab)["browser_mb"]
             redraws = [int(board["redraws"]) for board in boards]
             if before is not None:
                 sample["redraws_a_second"] = [round((now - then) / (moment - before[0]), 2)
