@@ -38,13 +38,14 @@ class OptimizerState:
         for run in self._runs():
             state = self.optimizer.state.get(run.parameter, {})
             within, begin = self.trained.written(run.bucket), self._begin(run)
+            here = max(within[0], begin), min(within[1], begin + run.parameter.numel())
             for slot in run.slots:
                 name = self._name(run.bucket, slot)
                 for what, value in state.items():
                     path: Path = (*STATE, name, what)
                     if _along(what, value, run):
                         yield from self.trained.pieces(run.bucket, slot, path, (begin, value.view(-1)), within)
-                    elif self.trained.holds_first(run.bucket, slot, within):
+                    elif self.trained.holds_first(run.bucket, slot, here):
                         yield Piece.whole(path, value) if isinstance(value, torch.Tensor) else Leaf.of(path, value)
         if self.trained.world.rank == 0:
             for number, group in enumerate(self.optimizer.param_groups):

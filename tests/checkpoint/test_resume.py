@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
+from dplab.core import optim
 from dplab.specs import SHARDINGS
 from tests.checkpoint.programs import moments, odd, run, same, train, two_groups, wrap
 from tests.worlds import STRATEGIES, Uneven, build, in_threads
@@ -29,6 +31,32 @@ def test_killed_and_resumed_is_uninterrupted_to_the_bit(strategy: str, at: int, 
     whole = in_threads(3, run, model, strategy, (0, 5), rows=3)[0]
     in_threads(3, run, model, strategy, (0, at), rows=3, save=tmp_path / "saved")
     assert same(in_threads(3, run, model, strategy, (at, 5), rows=3, load=tmp_path / "saved")[0], whole)
+
+
+@pytest.mark.parametrize(("before", "after"), [("zero1", "zero3"), ("zero3", "zero1"), ("ddp", "zero2"),
+                                               ("zero2", "ddp")])
+def test_runs_that_end_inside_a_parameter_are_stored_once_and_come_back(
+        before: str, after: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model, batches = nn.Sequential(nn.Linear(24, 40), nn.Tanh(), nn.Linear(40, 24)), torch.randn(4, 3, 24)
+
+    def body(strategy: str, steps: range, load: Path | None, save: Path | None) -> dict[str, torch.Tensor]:
+        engine = wrap(model, strategy, lambda params: torch.optim.AdamW(params, lr=0.01))
+        if load is not None:
+            engine.load(load)
+        for step in steps:
+            engine.backward(engine(batches[step]).square().mean())
+            engine.step()
+        if save is not None:
+            engine.save(save)
+        return engine.full_state_dict()
+
+    whole = in_threads(2, body, "ddp", range(4), None, None)[0]
+    monkeypatch.setattr(optim, "CACHED", 256)
+    in_threads(2, body, before, range(2), None, tmp_path / "half")
+    monkeypatch.setattr(optim, "CACHED", 384)
+    found = in_threads(2, body, after, range(2, 4), tmp_path / "half", None)[0]
+    assert same(found, whole)
 
 
 @functools.cache

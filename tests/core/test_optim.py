@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import dplab
+from dplab.core import optim
 from dplab.core.element_wise import is_element_wise
 from dplab.errors import StateError, UsageError
 from tests import worlds
@@ -43,6 +44,38 @@ def test_any_element_wise_optimizer_equals_one_process(optimizer: str) -> None:
         for state in in_threads(2, worlds.train, model, batches, name, optimizer=make):
             for key, value in state.items():
                 torch.testing.assert_close(value, expected[key], rtol=1e-10, atol=1e-10)
+
+
+class Wide(nn.Module):
+    """A weight of more elements than a short run, between ones of fewer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.Sequential(nn.Linear(24, 3), nn.Linear(3, 500), nn.Linear(500, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.parts(x).square().mean()
+
+
+@pytest.mark.parametrize("optimizer", ["adamw-foreach", "adagrad", "nadam"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_runs_that_end_inside_a_parameter_step_as_one_run_does(strategy: str, optimizer: str,
+                                                               monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model, batches = Wide(), [torch.randn(2, 24) for _ in range(3)]
+
+    def body() -> tuple[int, dict[str, torch.Tensor]]:
+        engine = dplab.parallelize(copy.deepcopy(model), OPTIMIZERS[optimizer], strategy)
+        for batch in batches:
+            engine.backward(engine(batch))
+            engine.step()
+        return len(engine.optimizer.param_groups[0]["params"]), engine.full_state_dict()
+
+    whole, expected = in_threads(2, body)[0]
+    monkeypatch.setattr(optim, "CACHED", 256)
+    cut, found = in_threads(2, body)[0]
+    assert cut > whole
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
 @pytest.mark.parametrize("make", [
