@@ -13,6 +13,7 @@ from torch import nn
 import dplab
 from dplab.errors import StateError, WireError
 from dplab.specs import SHARDINGS
+from dplab.wire.threads import ThreadTransport
 from tests import worlds
 from tests.worlds import STRATEGIES, in_processes, in_threads
 
@@ -204,14 +205,24 @@ def test_h04_units_that_only_some_ranks_run_are_named_by_both(size: int) -> None
         in_threads(size, body)
 
 
-def test_h04_over_gloo_the_control_message_tells_units_of_one_size_apart() -> None:
-    def body() -> None:
-        engine = dplab.parallelize(Branches(), worlds.adamw, "zero3", units=["a", "b"])
-        engine.backward(engine(torch.ones(1, 2).double(), "ab"[dplab.init().rank]))
+def one_unit_each() -> None:
+    engine = dplab.parallelize(Branches(), worlds.adamw, "zero3", units=["a", "b"])
+    engine.backward(engine(torch.ones(1, 2).double(), "ab"[dplab.init().rank]))
 
+
+def test_h04_where_calls_have_no_words_the_control_message_tells_units_of_one_size_apart(
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    """As over nccl, whose calls of one size meet whatever they are for."""
+    monkeypatch.setattr(ThreadTransport, "label", property(lambda _: "", lambda *_: None))
     with pytest.raises(WireError, match=r"rank 0 issued all_gather of 256 float64 for a\..* where rank 1 issued "
                                         r"all_gather of 256 float64 for b\..*; every rank must run the same units"):
-        in_processes(2, body)
+        in_threads(2, one_unit_each)
+
+
+def test_h04_over_gloo_units_of_one_size_are_told_apart_where_they_meet() -> None:
+    with pytest.raises(WireError, match=r"rank \d calls all_gather of 256 float64 for ([ab])\..* where rank \d calls "
+                                        r"all_gather of 256 float64 for (?!\1)[ab]\."):
+        in_processes(2, one_unit_each)
 
 
 @pytest.mark.parametrize("counts", [(2, 3), (1, 2, 4), (0, 1)])

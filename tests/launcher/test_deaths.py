@@ -106,7 +106,7 @@ def launching_process(program: str = "reduce_for_ever", *, detach: bool, world_s
 def test_h38_kill_the_launching_process() -> None:
     process, path = launching_process(detach=False)
     process.kill()
-    process.communicate()
+    process.communicate(timeout=60)
     survivors.assert_none(path)
     run = dplab.attach(path)
     assert run.state == "stopped"
@@ -119,7 +119,7 @@ def test_a_detached_run_survives_the_launching_process() -> None:
     process, path = launching_process("train_until_stopped", detach=True)
     warm = [child.pid for child in psutil.Process(process.pid).children()]
     process.kill()
-    process.communicate()
+    process.communicate(timeout=60)
     survivors.poll(lambda: not any(map(psutil.pid_exists, warm)), "the warm parent has ended")
     run = dplab.attach(path)
     assert run.state == "running"
@@ -137,7 +137,7 @@ def test_h38_signal_in_the_middle(number: signal.Signals, whom: str) -> None:
     process, path = launching_process(detach=False, world_size=3, ignore_interrupts=True)
     send = os.killpg if whom == "group" else os.kill
     send(process.pid, number)
-    process.communicate()
+    process.communicate(timeout=60)
     survivors.assert_none(path)
     assert dplab.attach(path).state == "stopped"
 
@@ -147,7 +147,7 @@ def test_h38_two_interrupts_at_the_start() -> None:
     for _ in range(2):
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGINT)
-    process.communicate()
+    process.communicate(timeout=60)
     run = dplab.attach(path)
     survivors.poll(lambda: run.state in ("stopped", "failed"), f"the run has ended, it is {run.state}")
 
