@@ -56,6 +56,9 @@ OPENED = """async name => {
   await panel.sessionContext.shutdown();
   return told;
 }"""
+FINDINGS = """() => /^(1 .+\\nseen .+; lost: .+\\ntry .+|.*nothing to complain of)/.test(
+  document.querySelector('.dplab-findings pre').textContent)
+  && /[0-9]+ steps on 2 ranks/.test(document.querySelector('.dplab-findings figcaption').textContent)"""
 GONE = "() => !document.querySelector('.dplab-board')"
 COLOURS = """() => [...document.querySelectorAll('.dplab-board canvas')].map(canvas => {
   const pixels = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data, seen = new Set();
@@ -95,7 +98,7 @@ def lab(tmp_path_factory):
 
 @pytest.fixture
 def page(lab):
-    with browser_page(width=1400, height=1100) as made:
+    with browser_page(width=1400, height=1400) as made:
         asked: list[str] = []
         complaints: list[str] = []
         made.on("request", lambda request: asked.append(request.url))
@@ -159,7 +162,7 @@ def test_opening_a_notebook_changes_nothing_in_it(lab, page):
 
 def test_nothing_of_the_board_is_clipped_in_a_small_window(lab, page, tmp_path):
     """1280 wide with the file browser open, as JupyterLab starts."""
-    page.set_viewport_size({"width": 1280, "height": 1100})
+    page.set_viewport_size({"width": 1280, "height": 1400})
     open_notebook(page, lab, SMALL)
     command(page, "notebook:run-all-cells")
     page.wait_for_function(AT_STEP, arg=8, timeout=60_000)
@@ -224,6 +227,8 @@ def test_a_run_is_paused_stepped_looked_back_at_and_relaunched_from_the_page(lab
     assert sorted(printed.split("\n")[:4]) == ["0 a warning", "0 rank 0 trains", "1 a warning", "1 rank 1 trains"]
     page.get_by_label("ownership shown").select_option("publish")
     page.wait_for_function("() => document.querySelector('.dplab-ownership b').textContent.endsWith('publish')")
+
+    page.wait_for_function(FINDINGS, timeout=30_000)
 
     page.get_by_role("button", name="Resume").click()
     page.wait_for_function(AT_STEP, arg=steps + 20, timeout=30_000)
