@@ -77,9 +77,10 @@ class Watch:
 
     def _judge(self, *, now: bool) -> None:
         """Says on the findings' panel what the rules find, and which rank is missed where nothing moves."""
-        if not now and time.monotonic() - self._judged_at < _JUDGED_S:
+        findings, passed = self.fold.findings, time.monotonic() - self._judged_at
+        if not now and findings.told is not None and findings.told.steps and passed < _JUDGED_S:
             return
-        self._judged_at, findings = time.monotonic(), self.fold.findings
+        self._judged_at = time.monotonic()
         rests = self.run.state in (*ENDED, "paused")
         findings.told = findings.judged(None if rests else hang(
             RunDirectory(self.run.path), self.run.spec.world_size, time.monotonic_ns(), self._stacks))
