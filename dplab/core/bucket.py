@@ -106,8 +106,8 @@ class Bucket:
         self.touched[slot] = True
         return not self.missing
 
-    def reduce(self) -> Pending:
-        """Issues the reduction. Slots without a gradient here count as zero."""
+    def reduce(self, *, last: bool) -> Pending:
+        """Issues the reduction, the `last` of its window or not. Slots without a gradient here count as zero."""
         assert self.grads is not None
         self._be_open()
         for slot, view in enumerate(self.grads.views):
@@ -118,7 +118,7 @@ class Bucket:
             elif shown and grad is not None and grad is not view:
                 view.copy_(grad.detach())
         self.launched = True
-        return self.grads.reduce(self.index, self.filled_at if not self.missing else now())
+        return self.grads.reduce(self.index, self.filled_at if not self.missing else now(), last=last)
 
     def _be_open(self) -> None:
         """There is a buffer to fill from here on; a new one has nothing in it."""

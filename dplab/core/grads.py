@@ -72,12 +72,24 @@ class _Role:
         # the axis on which full buffers are reduced
         self.reducer = shard if shard.size > 1 else replicate
         self.codec: Codec | None = None
+        self.inside = False
+        """whether the sums kept are those of the shard axis alone, and still to be summed along the replicate axis"""
+        self._joined = False
         self.buffer: torch.Tensor | None = None
         self.summed: torch.Tensor | None = None
         ends = [0, *(slot.stop for slot in layout.slots)]
         starts = [*(slot.start for slot in layout.slots), layout.numel]
         self._gaps = [(end, start) for end, start in zip(ends, starts, strict=True) if end < start]
         self.views: list[torch.Tensor] = []
+
+    @property
+    def holds(self) -> bool:
+        """Whether the window has sums from before."""
+        raise NotImplementedError
+
+    def _kept(self) -> torch.Tensor:
+        """Those sums, on the device."""
+        raise NotImplementedError
 
     @property
     def _remembered(self) -> int:
@@ -91,29 +103,49 @@ class _Role:
         for start, stop in self._gaps:
             buffer[start:stop].zero_()
 
-    def reduce(self, bucket: int, filled: int) -> Pending:
+    def reduce(self, bucket: int, filled: int, *, last: bool) -> Pending:
         """Issues the sum over all ranks; afterwards `summed` holds this rank's part.
 
         Along a shard axis a reduce-scatter, along a replicate axis an all-reduce of what that left. A codec takes the
-        place of the last of them.
+        place of the last of them. Where there are both axes, the second waits for the `last` of a window, and takes
+        along what the window has left inside.
         """
         assert self.buffer is not None
         buffer, summed = self.buffer, self._target(self.shard.segment(self.buffer))
         self.summed = summed
-        part = Part("grads", bucket, filled, row="reduce_scatter" if self.replicate.size == 1 else "all_reduce")
+        part = self._part(bucket, filled)
         if self.codec is not None and self.replicate.size == 1:
             return self._told(Chain(self.codec.reduce_scatter(buffer, summed, self.shard.of(part))), part)
+        if self.shard.size == 1 and self.replicate.size > 1:
+            return self._across(summed, part)
         scattered = self.shard.reduce_scatter(buffer, summed, bucket=bucket, filled=filled)
         if self.replicate.size == 1:
             return scattered
-        if self.codec is None and self.shard.size == 1:
-            return self.replicate.all_reduce(summed, bucket=bucket, filled=filled)
-        return self._told(Chain(self._summed_up(scattered, summed, part), quick=self.shard.size > 1), part)
+        if not last and (self.inside or not self.holds):
+            self.inside = True
+            return scattered
+        self._joined, self.inside = self.inside, False
+        return self._told(Chain(self._summed_up(scattered, summed, part), quick=True), part)
+
+    def reduce_rest(self, bucket: int) -> Pending:
+        """Sums along the replicate axis what a window that ends early has left inside."""
+        self.summed = self._kept()
+        self._joined, self.inside = True, False
+        return self._across(self.summed, self._part(bucket, None))
+
+    def _part(self, bucket: int, filled: int | None) -> Part:
+        return Part("grads", bucket, filled, row="reduce_scatter" if self.replicate.size == 1 else "all_reduce")
+
+    def _across(self, summed: torch.Tensor, part: Part) -> Pending:
+        if self.codec is None:
+            return self.replicate.all_reduce(summed, bucket=part.bucket, filled=part.filled)
+        return self._told(Chain(self.replicate.coded(self.codec, summed, part)), part)
 
     def _summed_up(self, scattered: Pending, summed: torch.Tensor, part: Part) -> Iterator[Pending]:
         """The all-reduce of what a reduce-scatter has left, once it is over."""
-        if self.shard.size > 1:
-            yield scattered
+        yield scattered
+        if self._joined:
+            summed.add_(self._kept())
         if self.codec is None:
             yield self.replicate.all_reduce(summed, bucket=part.bucket, filled=part.filled)
         else:
@@ -170,10 +202,22 @@ class Whole(_Role):
     def open(self) -> None:
         self._fill(self._full)
 
+    @property
+    def holds(self) -> bool:
+        return self._carry is not None
+
+    def _kept(self) -> torch.Tensor:
+        assert self._carry is not None
+        return self._carry
+
     def fold(self, *, last: bool) -> None:
         """Adds what has been reduced to what was reduced before; unless `last`, frees the buffer for more."""
-        if self._carry is not None:
+        if self._joined:
+            assert self.summed is not None
+            self._own.copy_(self.summed)
+        elif self._carry is not None:
             self._own.add_(self._carry)
+        self._joined = False
         self._carry = None if last else self._own.clone()
         self.buffer = None
         self._taken = last
@@ -186,6 +230,7 @@ class Whole(_Role):
 
     def clear(self) -> None:
         self.buffer = self._carry = None
+        self.inside = self._joined = False
 
 
 class Sharded(_Role):
@@ -198,7 +243,7 @@ class Sharded(_Role):
         super().__init__(layout, shard, replicate, dtypes)
         self._pool = pool
         # shard length, gradient dtype, lives as long as the engine
-        self._sums = home.sums(layout.shard_numel, dtypes.grad, device)
+        self._sums, self._device = home.sums(layout.shard_numel, dtypes.grad, device), device
         self._holds = False
         self._lent: torch.Tensor | None = None
 
@@ -222,15 +267,22 @@ class Sharded(_Role):
     def fold(self, *, last: bool) -> None:
         """Adds the reduced segment to the shard and gives the buffer back."""
         assert self.summed is not None
-        left = self._sums.take(self.summed, add=self._holds)
-        self._holds = True
+        left = self._sums.take(self.summed, add=self._holds and not self._joined)
+        self._holds, self._joined = True, False
         self._release(left)
 
     def reopen(self, divisor: float) -> None:
         self.owned.mul_(divisor)
 
+    @property
+    def holds(self) -> bool:
+        return self._holds
+
+    def _kept(self) -> torch.Tensor:
+        return self._sums.read().to(self._device)
+
     def clear(self) -> None:
-        self._holds = False
+        self._holds = self.inside = self._joined = False
         self._release()
 
     def _release(self, left: Copy = COPIED) -> None:

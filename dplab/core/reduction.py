@@ -149,6 +149,8 @@ class Reduction:
         self._closing = True
         if self.window.unreduced:
             self._launch_rest()
+        self._in_flight.extend((bucket, bucket.grads.reduce_rest(bucket.index)) for bucket in self.buckets
+                               if bucket.grads is not None and bucket.grads.inside)
         flags = {"weighted": self.window.weighted, "unweighted": self.window.unweighted,
                  "stop": self.recorder.stop_requested(), "overflow": False,
                  "pause": self.recorder.pause().holds(self.recorder.step + 1)}
@@ -241,7 +243,7 @@ class Reduction:
         # the newest first: what it issues follows on the wire what an older one may still wait for
         for _, pending in reversed(self._in_flight):
             pending.nudge()
-        self._in_flight.append((bucket, bucket.reduce()))
+        self._in_flight.append((bucket, bucket.reduce(last=self._closing)))
 
     def _launch_rest(self) -> None:
         while self._next < len(self.buckets):

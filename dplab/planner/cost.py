@@ -155,8 +155,9 @@ def _tensor(profile: Profile, split: Split, groups: Groups, recipe: Recipe) -> P
 def data_parallel(made: Pieces, split: Split, recipe: Recipe, *, share: Any, units: Any) -> tuple[Any, Any]:
     """Exposed and hidden seconds of gradient and weight collectives.
 
-    Gradients travel behind the last backward (ZeRO-2: behind every one), the last bucket in the open; gathered
-    weights of ZeRO-1 and 2 come after the optimizer, in the open; ZeRO-3 gathers a unit ahead of each pass.
+    Gradients travel behind the last backward (ZeRO-2: behind every one; between copies of a shard only the last), the
+    last bucket in the open; gathered weights of ZeRO-1 and 2 come after the optimizer, in the open; ZeRO-3 gathers a
+    unit ahead of each pass.
     """
     zero, m, dp = np.asarray(split.zero), np.asarray(split.accumulate), np.asarray(split.dp)
     group: Group = made.groups.shard
@@ -167,17 +168,21 @@ def data_parallel(made: Pieces, split: Split, recipe: Recipe, *, share: Any, uni
     whole = made.numel * wire_bytes(split, recipe)
     weights = made.numel * gather_bytes(recipe)
     reduce = np.where(zero == 0, made.groups.data.all_reduce(whole), made.groups.reduce_scatter(whole))
+    inside = group.reduce_scatter(whole)
     gather = group.all_gather(weights)
     rounds = np.where(zero == 2, m, 1)
-    tail = np.where(recipe.overlap, reduce / units, 0.0)
     after = np.maximum(gather - forward, gather / units) if recipe.gather_ahead else gather
-    replicated = rounds * np.maximum(reduce - hides * backward, tail) + np.where(zero == 0, 0.0, after)
+    tail = hides / units
+    replicated = (np.maximum(reduce - hides * backward, tail * reduce)
+                  + (rounds - 1) * np.maximum(inside - hides * backward, tail * inside)
+                  + np.where(zero == 0, 0.0, after))
     lag = group.all_gather(0.0) * (units - 1)
     ahead = np.maximum(gather + lag - hides * forward, gather / units)
-    behind = np.maximum(gather + reduce + 2 * lag - hides * backward, (gather + reduce) / units)
-    exposed = np.where(zero == 3, m * (ahead + behind), replicated)
-    total = np.where(zero == 3, m * (2 * gather + reduce + 3 * lag),
-                     rounds * reduce + np.where(zero == 0, 0.0, gather))
+    last, before = (np.maximum(gather + each + 2 * lag - hides * backward, (gather + each) / units)
+                    for each in (reduce, inside))
+    exposed = np.where(zero == 3, m * ahead + last + (m - 1) * before, replicated)
+    total = np.where(zero == 3, m * (2 * gather + 3 * lag) + reduce + (m - 1) * inside,
+                     reduce + (rounds - 1) * inside + np.where(zero == 0, 0.0, gather))
     exposed = np.where(dp > 1, np.minimum(exposed, total), 0.0)
     return exposed, np.where(dp > 1, total - exposed, 0.0)
 

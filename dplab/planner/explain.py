@@ -119,6 +119,8 @@ class Explanation:
         if a == 1:
             return ""
         when = "after every backward" if self.strategy.reduces_every_backward else "once"
+        if self.strategy.hybrid and self.strategy.sharding.optim is Placement.SHARDED and when != "once":
+            when += " inside a host, once across hosts"
         return f" of {a} micro-batches, reduced {when}"
 
     def _repr_html_(self) -> str:

@@ -121,6 +121,7 @@ def volume(numel: float, *, sharding: Sharding, shard: int, replicate: int = 1, 
 
     `shard` and `replicate` are the two axes of the mesh; `accumulate` micro-batches make a step;
     `reduces_every_backward` defaults to what the sharding is for (True where gradients are sharded).
+    Of a hybrid mesh the copies of a shard meet once a step, with what the micro-batches have left in each.
     Sharded parameters are gathered twice a micro-batch (forward and backward), once where `reshard` is off;
     `kept_numel` elements of them stay after their forward and are gathered once.
     """
@@ -135,7 +136,7 @@ def volume(numel: float, *, sharding: Sharding, shard: int, replicate: int = 1, 
         gathered = accumulate * (2 * elements - Fraction(kept_numel) if reshard else elements)
     else:
         gathered = elements
-    return {"all_reduce": _exact(2 * reductions * _others(replicate) * elements / shard),
+    return {"all_reduce": _exact(2 * (1 if shard > 1 else reductions) * _others(replicate) * elements / shard),
             "reduce_scatter": _exact(reductions * _others(shard) * elements),
             "all_gather": _exact(_others(shard) * gathered)}
 

@@ -124,6 +124,8 @@ class _Lane:
         self.grad = self.numel * float(wire_bytes(split, recipe))
         self.weights = self.numel * gather_bytes(recipe)
         self.talks = split.dp > 1
+        self.last = True
+        """whether this is the last micro-batch, whose gradients go to the other copies of a shard too"""
         self.open: list[_Sent] = []
         """collectives that nobody has waited for"""
 
@@ -134,9 +136,9 @@ class _Lane:
     def collective(self, name: str, size: float, ready: float, *, purpose: str = "grads",
                    bucket: int | None = None) -> _Sent:
         """Issues one at `ready`; it starts when the wire is free."""
-        groups, shard, copies = self.made.groups, self.split.shard, self.split.groups
-        took = float({"all_reduce": groups.data.all_reduce, "reduce_scatter": groups.reduce_scatter,
-                      "all_gather": groups.shard.all_gather}[name](size))
+        groups, shard, copies = self.made.groups, self.split.shard, self.split.groups if self.last else 1
+        took = float({"all_reduce": groups.data.all_reduce, "all_gather": groups.shard.all_gather, "reduce_scatter":
+                      groups.reduce_scatter if self.last else groups.shard.reduce_scatter}[name](size))
         start = max(ready, self.wire)
         self.wire = start + took
         sent = 2 * (self.split.dp - 1) / self.split.dp * size if name == "all_reduce" else (shard - 1) / shard * size
@@ -217,7 +219,7 @@ def _one_stage(lane: _Lane) -> None:
     back = float(made.layers.backward + made.layers.again + made.tensor.backward + made.tensor.again
                  + made.head.backward)
     for micro_batch in range(split.accumulate):
-        name = f"micro-batch {micro_batch}"
+        name, lane.last = f"micro-batch {micro_batch}", micro_batch == split.accumulate - 1
         if split.zero == 3 and lane.talks:
             _units(lane, "forward", name, ahead)
             _units(lane, "backward", name, back)
@@ -225,7 +227,7 @@ def _one_stage(lane: _Lane) -> None:
         lane.compute("forward", name, lane.now, lane.now + ahead)
         start = lane.now
         lane.compute("backward", name, start, start + back)
-        if split.zero == 2 or micro_batch == split.accumulate - 1:
+        if split.zero == 2 or lane.last:
             lane.reduce_behind(start if recipe.overlap else lane.now, lane.now)
             if split.zero == 2:
                 lane.wait_all()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import sys
 from collections.abc import Iterator
@@ -91,6 +92,56 @@ def test_bytes_by_link_equal_the_formulas(sharding: str, hosts_: int, ranks: int
 
 
 LINKS = "topology=2x2@100GB/s"
+
+
+def windowed(strategy: str, window: int) -> dict[str, dict[str, Any]]:
+    model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(3)])
+    engine = dplab.parallelize(model, lambda ps: torch.optim.AdamW(ps), strategy)
+    for _ in range(window):
+        engine.backward(engine(torch.ones(2, 64)).sum())
+    assert engine.step(last=True)
+    return engine.wire()
+
+
+@pytest.mark.parametrize("window", [3, 2, 1])
+@pytest.mark.parametrize("sharding", ["zero1+accumulate_mode=micro_batch", "zero2", "zero3"])
+def test_micro_batches_meet_inside_a_host_and_cross_hosts_once_a_step(sharding: str, window: int) -> None:
+    """Also where a window of three ends early: what its micro-batches have left inside crosses then."""
+    strategy = f"{sharding}+hybrid+{LINKS}"
+    [once, *_] = in_threads(4, windowed, f"{strategy}+accum1", 1)
+    for rows in in_threads(4, windowed, f"{strategy}+accum3", window):
+        assert rows["all_reduce"]["bytes"] == rows["all_reduce"]["across"] == once["all_reduce"]["across"]
+        assert rows["reduce_scatter"]["inside"] == window * once["reduce_scatter"]["inside"]
+
+
+def differently(strategy: str, plan: str, batches: list[Any], model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """`b` a backward, `n` one inside no_sync, `s` a step, `l` one that closes its window, `c` clips (closes it too)."""
+    engine = dplab.parallelize(copy.deepcopy(model), lambda ps: torch.optim.AdamW(ps, lr=1e-2), strategy)
+    rank, size, seen = dplab.init().rank, dplab.init().size, 0
+    for verb in plan:
+        if verb in "bn":
+            x, y = batches[(seen * size + rank) % len(batches)]
+            seen += 1
+            with engine.no_sync() if verb == "n" else contextlib.nullcontext():
+                engine.backward(engine(x, y))
+        elif verb == "c":
+            engine.clip_grad_norm_(0.05)
+        else:
+            engine.step(last=verb == "l")
+    engine.check_agreement()
+    return engine.full_state_dict()
+
+
+@pytest.mark.parametrize(("window", "plan"), [
+    (3, "bbbsbbbs"), (3, "bblbbbs"), (3, "blbbl"), (3, "nbbsbnl"), (3, "bnl"), (1, "bbsbs"), (1, "bcbs"), (2, "bbcbs"),
+    (4, "bbblbbbbs")])
+@pytest.mark.parametrize("sharding", ["zero1+accumulate_mode=micro_batch", "zero2", "zero3"])
+def test_whatever_a_window_is_made_of_it_equals_the_flat_mesh(sharding: str, window: int, plan: str) -> None:
+    model, batches = build(Uneven), uneven_batches(8)
+    strategy = f"{sharding}+accum{window}+{LINKS}"
+    [expected, *_] = in_threads(4, differently, strategy, plan, batches, model)
+    for got in in_threads(4, differently, f"{strategy}+hybrid", plan, batches, model):
+        assert not differences(got, expected)
 
 
 @pytest.mark.parametrize(("first", "second"), [
