@@ -129,7 +129,7 @@ class _Role:
 
     def reduce_rest(self, bucket: int) -> Pending:
         """Sums along the replicate axis what a window that ends early has left inside."""
-        self.summed = self._kept()
+        self.summed = self._kept().clone()      # what is kept may have to come from the host, and goes back there
         self._joined, self.inside = True, False
         return self._across(self.summed, self._part(bucket, None))
 

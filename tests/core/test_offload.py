@@ -114,6 +114,24 @@ def test_the_same_bits_as_without(strategy: str, size: int, more: str, links: li
     assert all(link.pinned and link.sent["down"] and link.sent["up"] for link in links)
 
 
+@pytest.mark.parametrize("backwards", [3, 2])
+@pytest.mark.parametrize("strategy", OFFLOADED)
+def test_micro_batches_of_a_hybrid_meet_on_the_host(strategy: str, backwards: int, links: list[LateLink]) -> None:
+    """Also those of a window that ends early."""
+    model, batches = fresh(Uneven), uneven_batches(4 * backwards)
+
+    def body(strategy: str) -> dict[str, torch.Tensor]:
+        engine = dplab.parallelize(copy.deepcopy(model), worlds.adamw,
+                                   f"{strategy}+hybrid+topology=2x2@100GB/s+accum3+accumulate_mode=micro_batch")
+        for index in range(backwards):
+            engine.backward(engine(*batches[4 * index + dplab.init().rank]))
+        assert engine.step(last=True)
+        return engine.full_state_dict()
+
+    same_bits(in_threads(4, body, strategy), in_threads(4, body, without(strategy)))
+    assert len(links) == 4
+
+
 @pytest.mark.parametrize("more", ["+bf16", "+bf16+accum2+bucket_mb=1e-05"])
 def test_parameters_alone_leave_a_master_on_the_device(more: str, links: list[LateLink]) -> None:
     same_bits(run(f"zero3{more}+offload=parameters", 2), run(f"zero3{more}", 2))
