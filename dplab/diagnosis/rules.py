@@ -17,6 +17,7 @@ from dplab.specs import Placement, Strategy
 
 COMMUNICATION = 0.30
 DATA = 0.10
+OTHER = 0.10
 STRAGGLER = 0.15
 IMBALANCE = 0.10
 UTILIZATION = 80.0
@@ -129,7 +130,7 @@ def utilization(facts: Facts) -> Finding | None:
     device = "GPU" if of.gpu is not None else "core"
     if device == "core" and facts.cores is not None and facts.world_size > facts.cores:
         why = f"run {facts.cores} ranks: {facts.world_size} share {facts.cores} cores"
-    elif of.other > of.exposed:
+    elif of.other > max(of.exposed, OTHER * of.step):
         why = f"look at what the program does between its steps: {of.other:.1f} ms of {of.step:.1f} are neither "\
               f"computing nor synchronising"
     elif device == "core":      # who computes on a core keeps it busy, if it has it
