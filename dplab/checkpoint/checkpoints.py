@@ -62,8 +62,7 @@ class Checkpoints:
             model, optimizer = ModelState(self.trained), OptimizerState(self.trained)
             for bucket in self.trained.buckets:
                 bucket.params.refresh_master()
-            unit = max(bucket.layout.numel * bucket.params.stepped.element_size() for bucket in self.trained.buckets)
-            share = Share.of([*model.items(), *optimizer.items(), *self._general(steps, parts)], unit)
+            share = Share.of([*model.items(), *optimizer.items(), *self._general(steps, parts)])
             order: list[pieces.Path] = [("model", name) for name in model.entries]
             aliases: dict[pieces.Path, pieces.Path] = {
                 ("model", name): ("model", first) for name, first in model.tied.items()}

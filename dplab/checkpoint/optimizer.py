@@ -90,9 +90,9 @@ class OptimizerState:
             if len(path) == 4 and str(path[2]) in known:
                 paths.setdefault(str(path[2]), {})[str(path[3])] = path
         single: dict[tuple[Bucket, int], dict[str, Any]] = {
-            (run.bucket, slot): {what: stored.value(path) for what, path in paths.get(
-                self._name(run.bucket, slot), {}).items() if what not in along}
-            for run in self._runs() for slot in run.slots}
+            (bucket, slot): {what: stored.value(path) for what, path in paths.get(
+                self._name(bucket, slot), {}).items() if what not in along}
+            for bucket, slot in {(run.bucket, slot): None for run in self._runs() for slot in run.slots}}
 
         def fate(bucket: Bucket, slot: int) -> Hashable:
             of = paths.get(self._name(bucket, slot), {})

@@ -79,11 +79,10 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Share:
-    """All that one rank writes. `unit`: bytes of the model's largest bucket; nobody copies more at once."""
+    """All that one rank writes."""
 
     pieces: tuple[Piece, ...]
     leaves: tuple[Leaf, ...]
-    unit: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -98,11 +97,11 @@ class Share:
         return replace(self, pieces=tuple(piece.copied() for piece in self.pieces))
 
     @classmethod
-    def of(cls, items: Iterable[Piece | Leaf], unit: int) -> Share:
+    def of(cls, items: Iterable[Piece | Leaf]) -> Share:
         """Sorts what comes."""
         listed = list(items)
         return cls(tuple(item for item in listed if isinstance(item, Piece)),
-                   tuple(item for item in listed if isinstance(item, Leaf)), unit)
+                   tuple(item for item in listed if isinstance(item, Leaf)))
 
 
 def _first_line(error: BaseException) -> str:

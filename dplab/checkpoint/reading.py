@@ -1,16 +1,18 @@
 """Reading what torch.distributed.checkpoint wrote, by whomever, and believing none of it.
 
 Its metadata file is a pickle: here only its own record types come out of one, and every number in it is checked
-before it is used. Tensors and values are loaded with weights_only. Each stored chunk is read once.
+before it is used. Tensors are read from their files straight to where they belong, and what does not lie there plainly,
+like all other values, is loaded with weights_only.
 """
 
 from __future__ import annotations
 
+import itertools
 import pickle
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path as FilePath
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch.distributed.checkpoint import filesystem, metadata
@@ -24,6 +26,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from dplab.checkpoint import archive
+from dplab.checkpoint.archive import Raw
 from dplab.checkpoint.folder import METADATA
 from dplab.checkpoint.manifest import Shape, check_cover
 from dplab.checkpoint.pieces import Path, Piece, key
@@ -104,10 +108,12 @@ class Stored:
                 assert item.dest_index.offset is not None
                 targets[item.storage_index].append((views[tuple(item.dest_index.offset)], tuple(item.dest_offsets),
                                                     tuple(item.storage_offsets), tuple(item.lengths)))
-        for index in sorted(targets, key=lambda index: (self._info(index).relative_path, self._info(index).offset)):
-            stored = self._tensor(index)
-            for view, into, out_of, sizes in targets[index]:
-                _cut(view, into, sizes).copy_(_cut(stored, out_of, sizes))
+        for place, indices in itertools.groupby(sorted(targets, key=self._order), key=self._file):
+            with _opened(place) as file:
+                for index in indices:
+                    stored = self._raw(file, index) or _Loaded(self._tensor(index))
+                    for view, into, out_of, sizes in targets[index]:
+                        self._copy(index, stored, _cut(view, into, sizes), out_of)
         return nbytes
 
     def tensor(self, path: Path) -> torch.Tensor:
@@ -127,6 +133,24 @@ class Stored:
 
     def _info(self, index: MetadataIndex) -> Any:
         return self._metadata.storage_data[index]
+
+    def _order(self, index: MetadataIndex) -> tuple[str, int]:
+        info = self._info(index)
+        return str(info.relative_path), int(info.offset)
+
+    def _raw(self, file: BinaryIO, index: MetadataIndex) -> Raw | None:
+        """Where the part lies in the file, if that holds what is said of it and nothing else."""
+        found = archive.find(file, self._info(index))
+        entry: Any = self._metadata.state_dict_metadata[index.fqn]
+        chunk = next(c for c in entry.chunks if c.offsets == index.offset)
+        return found if found is not None and (found.shape, found.dtype) == (
+            tuple(chunk.sizes), entry.properties.dtype) else None
+
+    def _copy(self, index: MetadataIndex, stored: Raw | _Loaded, into: torch.Tensor, offsets: Shape) -> None:
+        try:
+            stored.copy(into, offsets)
+        except (OSError, EOFError) as error:
+            raise CheckpointError(f"{self._file(index)} cannot be read where {index.fqn!r} is: {error}") from error
 
     def _tensor(self, index: MetadataIndex) -> torch.Tensor:
         stored = self._load(index)
@@ -227,6 +251,24 @@ def _ints(values: Sequence[Any]) -> Shape:
     if not isinstance(values, tuple) or not all(type(value) is int for value in values):
         raise CheckpointError(f"its {METADATA} has a size that is no list of integers")
     return values
+
+
+class _Loaded:
+    """A stored tensor as torch.load gives it."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+
+    def copy(self, into: torch.Tensor, offsets: Shape) -> None:
+        """As `Raw.copy`."""
+        into.copy_(_cut(self._tensor, offsets, tuple(into.shape)))
+
+
+def _opened(path: FilePath) -> BinaryIO:
+    try:
+        return path.open("rb")
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} is missing; the checkpoint is not whole") from error
 
 
 def _cut(tensor: torch.Tensor, offsets: Shape, sizes: Shape) -> torch.Tensor:

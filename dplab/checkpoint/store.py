@@ -1,4 +1,4 @@
-"""Writing through torch.distributed.checkpoint: its file writer, its metadata, and no collective of its own.
+"""Writing what torch.distributed.checkpoint reads: its files, its metadata, and no collective of its own.
 
 Who writes what follows from the layout, so no plan has to be agreed on: every rank writes its pieces, and rank 0
 puts the metadata together from what all have written. Any reader of torch.distributed.checkpoint takes the result.
@@ -6,15 +6,14 @@ puts the metadata together from what all have written. Any reader of torch.distr
 
 from __future__ import annotations
 
-import io
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path as FilePath
-from typing import Any
 
 import torch
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_global_save_plan
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
+from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -25,14 +24,9 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from dplab.checkpoint.manifest import check_cover
-from dplab.checkpoint.pieces import Path, Share, key
+from dplab.checkpoint.manifest import boxes, check_cover
+from dplab.checkpoint.pieces import Path, Piece, Share, key
 from dplab.errors import CheckpointError
-
-PORTION = 16 * 1024 * 1024
-"""Bytes from which on a file may be closed; until then torch's writer keeps a copy of all that it has written to it."""
-FILES = 16
-"""About as many files has a rank, unless they would be larger than a unit."""
 
 
 @dataclass(frozen=True)
@@ -44,31 +38,35 @@ class Written:
     paths: dict[str, Path]
 
 
-class _Sources(DefaultSavePlanner):
-    """Hands the writer what stands behind an item: a view, or bytes."""
-
-    def __init__(self, sources: dict[MetadataIndex, torch.Tensor | bytes]) -> None:
-        super().__init__()
-        self._sources = sources
-
-    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        source = self._sources[write_item.index]
-        return io.BytesIO(source) if isinstance(source, bytes) else source.detach()
-
-
 def write(folder: FilePath, rank: int, share: Share) -> Written:
-    """Writes a rank's share into files of its own, synced; needs no other rank. Raises OSError."""
-    sources: dict[MetadataIndex, torch.Tensor | bytes] = {}
-    items = list(_items(share, sources))
-    results: list[WriteResult] = []
-    largest = max(PORTION, min(share.unit, share.nbytes // FILES))
-    for number, portion in enumerate(_portions(items, largest)):
-        writer = FileSystemWriter(folder)
-        # the writer names its files after the rank; ours has several sets of them
-        writer.set_up_storage_writer(False, rank=f"{rank}_{number}", use_collectives=False)
-        plan = writer.prepare_local_plan(SavePlan(portion))
-        results += writer.write_data(plan, _Sources(sources)).wait()
+    """Writes a rank's share into a file of its own, synced; needs no other rank. Raises OSError.
+
+    Each tensor is an archive of torch.save's, one behind the other, straight from training's own memory. What is
+    copied is the chunk that is being written, from a GPU or where several runs hold it.
+    """
+    items, results, name = [], [], f"__{rank}_0.distcp"
+    with (folder / name).open("wb") as file:
+        for item, source in _items(share):
+            start = file.tell()
+            if isinstance(source, bytes):
+                file.write(source)
+            else:
+                torch.save(_alone(source), file)
+            length = file.tell() - start
+            results.append(WriteResult(index=item.index, size_in_bytes=length,
+                                       storage_data=_StorageInfo(name, start, length)))
+            items.append(item)
+        file.flush()
+        os.fsync(file.fileno())
     return Written(items, results, {key(path): path for path in share.paths})
+
+
+def _alone(view: torch.Tensor) -> torch.Tensor:
+    """The same memory, of the CPU, as a storage that is no longer than the view: torch.save writes whole storages."""
+    flat = view.detach().cpu().reshape(-1)
+    if not flat.numel():
+        return torch.empty(view.shape, dtype=view.dtype)
+    return torch.from_numpy(flat.view(torch.uint8).numpy()).view(view.dtype).view(view.shape)
 
 
 def finish(folder: FilePath, every: Sequence[Written], order: Iterable[Path], aliases: dict[Path, Path]) -> int:
@@ -110,30 +108,28 @@ def _check_files(folder: FilePath, results: Sequence[WriteResult]) -> None:
                                   f"must see the same file system")
 
 
-def _items(share: Share, sources: dict[MetadataIndex, Any]) -> Iterator[WriteItem]:
-    for piece in share.pieces:
-        properties = TensorProperties(dtype=piece.run.dtype)
-        for box, view in piece.boxes():
+def _items(share: Share) -> Iterator[tuple[WriteItem, torch.Tensor | bytes]]:
+    for row in _rows(share.pieces):
+        first, last = row[0], row[-1]
+        properties = TensorProperties(dtype=first.run.dtype)
+        for box in boxes(first.shape, first.start, last.start + last.run.numel()):
             offsets, sizes = torch.Size(box.offsets), torch.Size(box.sizes)
-            index = MetadataIndex(key(piece.path), offsets)
-            sources[index] = view
-            yield WriteItem(index, WriteItemType.SHARD, tensor_data=TensorWriteData(
-                chunk=ChunkStorageMetadata(offsets, sizes), properties=properties, size=torch.Size(piece.shape)))
+            parts = [part for piece in row for low in [first.start + box.at - piece.start]
+                     if (part := piece.run[max(0, low):max(0, low + box.numel)]).numel()] or [first.run]
+            yield WriteItem(MetadataIndex(key(first.path), offsets), WriteItemType.SHARD, tensor_data=TensorWriteData(
+                chunk=ChunkStorageMetadata(offsets, sizes), properties=properties,
+                size=torch.Size(first.shape))), (parts[0] if len(parts) == 1 else torch.cat(parts)).view(sizes)
     for leaf in share.leaves:
-        index = MetadataIndex(key(leaf.path))
-        sources[index] = leaf.data
-        yield WriteItem(index, WriteItemType.BYTE_IO)
+        yield WriteItem(MetadataIndex(key(leaf.path)), WriteItemType.BYTE_IO), leaf.data
 
 
-def _portions(items: Sequence[WriteItem], largest: int) -> Iterator[list[WriteItem]]:
-    portion: list[WriteItem] = []
-    held = 0
-    for item in items:
-        size = item.tensor_storage_size() or 0
-        if portion and held + size > largest:
-            yield portion
-            portion, held = [], 0
-        portion.append(item)
-        held += size
-    if portion:
-        yield portion
+def _rows(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+    """Pieces of one tensor that follow each other, which become as few chunks as one piece would."""
+    rows: dict[Path, list[Piece]] = {}
+    for piece in sorted(pieces, key=lambda piece: piece.start):
+        row = rows.setdefault(piece.path, [])
+        if row and row[-1].start + row[-1].run.numel() != piece.start:
+            yield rows.pop(piece.path)
+            row = rows.setdefault(piece.path, [])
+        row.append(piece)
+    yield from rows.values()

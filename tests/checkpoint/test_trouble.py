@@ -233,12 +233,12 @@ def test_ranks_that_do_not_share_a_file_system_are_told(tmp_path: Path, monkeypa
     real = store.finish
 
     def elsewhere(place: Path, *rest: Any) -> Any:
-        (place / "__1_0_0.distcp").unlink()
+        (place / "__1_0.distcp").unlink()
         return real(place, *rest)
 
     with monkeypatch.context() as patch:
         patch.setattr(store, "finish", elsewhere)
-        assert "__1_0_0.distcp, which another rank has written; all ranks must see the same" in words(
+        assert "__1_0.distcp, which another rank has written; all ranks must see the same" in words(
             CheckpointError, lambda: fresh().save(tmp_path / "saved"), size=2)[1]
     with monkeypatch.context() as patch:
         patch.setattr(folder.Folder, "appears", lambda self: self.new.is_dir() and dplab.init().rank == 0)
