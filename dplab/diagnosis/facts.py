@@ -17,7 +17,7 @@ WARM_UP = 2
 NEWEST = 400
 """Steps and samples of every rank over which medians are taken: a long run is judged as it is now."""
 
-_COLUMNS = ("step", "compute", "exposed", "other", "data", "tokens")
+_COLUMNS = ("step", "compute", "exposed", "other", "data", "tokens", "recompute", "dropped")
 
 
 @dataclass
@@ -31,11 +31,17 @@ class RankFacts:
     data: float = 0.0
     tokens: float = 0.0
     """tokens, or samples where there are none, a step"""
+    recompute: float = 0.0
+    """ms of a step in which a forward is computed again, for backward"""
+    dropped: float = 0.0
+    """bytes of activations that are not kept for that reason"""
     cpu: float | None = None
     """percent of one core"""
     gpu: float | None = None
     memory: dict[str, float] = field(default_factory=dict)
     """bytes by category, as last recorded"""
+    limit: float | None = None
+    """bytes that there are: of its GPU, or of the host for all ranks"""
 
 
 @dataclass
@@ -76,12 +82,17 @@ class Gathering:
         self._reductions: deque[list[tuple[int, float]]] = deque(maxlen=NEWEST)
         self._samples: dict[tuple[int, str], deque[float]] = defaultdict(lambda: deque(maxlen=NEWEST))
         self._memory: dict[int, dict[str, float]] = {}
+        self._limit: dict[int, float] = {}
 
     def feed(self, event: Event) -> None:
-        """Takes gauges of utilization and memory."""
-        if event.kind != "gauge" or event.name not in ("utilization", "memory"):
+        """Takes gauges of utilization, memory and the layout, which tells the memory's limit."""
+        if event.kind != "gauge" or event.name not in ("utilization", "memory", "layout"):
             return
         told = {name: value for name, value in event.attrs.items() if isinstance(value, int | float)}
+        if event.name == "layout":
+            if told.get("limit"):
+                self._limit[event.rank] = told["limit"]
+            return
         if event.name == "memory":
             self._memory[event.rank] = told
             return
@@ -96,8 +107,11 @@ class Gathering:
         self._count[step.rank] += 1
         data = [span for span in step.spans if span.kind == "data"]
         tokens = sum(float(span.attrs.get("tokens") or span.attrs.get("samples") or 0) for span in data)
+        again = [span for span in step.spans if span.kind == "recompute"]
         split = (step.t1 - step.t0, *step.split_ns(), sum(_inside(span, step) for span in data))
-        self._steps[step.rank].append((*(ns / 1e6 for ns in split), tokens))
+        self._steps[step.rank].append((*(ns / 1e6 for ns in split), tokens,
+                                       sum(_inside(span, step) for span in again) / 1e6,
+                                       sum(float(span.attrs.get("bytes") or 0) for span in again)))
         if step.rank == 0:
             self._reductions.append([(int(span.attrs.get("bytes", 0)), (span.t1 - span.t0) / 1e6)
                                      for span in step.sync() if span.attrs["purpose"] == "grads"])
@@ -108,8 +122,9 @@ class Gathering:
         for rank, steps in sorted(self._steps.items()):
             kept = list(steps)[self._warm_up(rank):]
             medians = np.median(np.array(kept, dtype=np.float64), axis=0).tolist()
-            facts.ranks[rank] = RankFacts(**dict(zip(_COLUMNS, medians, strict=True)), memory=self._memory.get(rank, {}),
-                                          cpu=self._device(rank, "cpu"), gpu=self._device(rank, "gpu"))
+            facts.ranks[rank] = RankFacts(
+                **dict(zip(_COLUMNS, medians, strict=True)), cpu=self._device(rank, "cpu"),
+                gpu=self._device(rank, "gpu"), memory=self._memory.get(rank, {}), limit=self._limit.get(rank))
         if self._reductions:
             kept_reductions = list(self._reductions)[self._warm_up(0):]
             facts.reductions = [one for step in kept_reductions for one in step]

@@ -14,6 +14,7 @@ from dplab.diagnosis.findings import Finding
 from dplab.errors import UsageError
 from dplab.layout import bucket_cap
 from dplab.specs import Placement, Strategy
+from dplab.telemetry.events import CATEGORIES
 
 COMMUNICATION = 0.30
 DATA = 0.10
@@ -24,6 +25,11 @@ UTILIZATION = 80.0
 FRAGMENTATION = 0.20
 SMALL_BUCKET = 256 << 10
 MANY_BUCKETS = 8
+NEAR = 0.90
+"""Share of a memory from which on it is nearly full."""
+ROOM = 0.80
+"""Share of a memory that may be taken without anything to fear."""
+AGAIN = 0.02
 
 
 def communication(facts: Facts) -> Finding | None:
@@ -134,8 +140,8 @@ def utilization(facts: Facts) -> Finding | None:
         why = f"look at what the program does between its steps: {of.other:.1f} ms of {of.step:.1f} are neither "\
               f"computing nor synchronising"
     elif device == "core":      # who computes on a core keeps it busy, if it has it
-        why = f"look at what else runs on this machine: the rank computes for {of.compute / of.step:.0%} of a step and " \
-              f"has a core for {percent:.0f} % of it, so others take the core, or the program sleeps"
+        why = f"look at what else runs on this machine: the rank computes for {of.compute / of.step:.0%} of a step " \
+              f"and has a core for {percent:.0f} % of it, so others take the core, or the program sleeps"
     else:
         why = "kernels are too small to keep it busy: a larger micro-batch, or torch.compile of the units"
     return Finding(kind="utilization", cost=1 - percent / 100, remedy=why,
@@ -156,8 +162,56 @@ def fragmentation(facts: Facts) -> Finding | None:
     return None
 
 
+def memory(facts: Facts) -> Finding | None:
+    """Little is left of what there is."""
+    rank, share = max(((rank, _full(facts, of)) for rank, of in facts.ranks.items()), key=lambda each: each[1])
+    if share <= NEAR:
+        return None
+    of, strategy = facts.ranks[rank], _strategy(facts)
+    parts = {name: held for name, held in of.memory.items() if name in CATEGORIES}
+    most = max(parts, key=lambda name: parts[name], default="other")
+    remedy = "a smaller micro-batch, and as many more of them a window (accumulate)"
+    if most == "activations" and strategy is not None and strategy.recompute == "none":
+        remedy = f"'{_with(strategy, 'recompute')}' computes activations again in place of keeping them; or {remedy}"
+    elif most != "activations" and facts.world_size > 1 and strategy is not None and (
+            strategy.sharding.params is not Placement.SHARDED):
+        remedy = "the next stage of ZeRO: zero1 cuts the optimizer's state into pieces, zero2 gradients, zero3 weights"
+    whose, limit = f"rank {rank}'s GPU" if "reserved" in of.memory else "the host", of.limit or 0.0
+    return Finding(kind="memory", what=f"the memory of {whose} is {share:.0%} full", remedy=remedy,
+                   evidence=f"{share * limit / 1e9:.2f} of {limit / 1e9:.2f} GB; of what rank {rank} holds "
+                            f"{most} are the most, {parts.get(most, 0) / 1e9:.2f} GB")
+
+
+def recompute(facts: Facts) -> Finding | None:
+    """Activations are computed again although they would fit."""
+    share = statistics.median(of.recompute for of in facts.ranks.values()) / facts.step
+    if share <= AGAIN:
+        return None
+    fuller = [_full(facts, of, more=True) for of in facts.ranks.values()]
+    if any(of.limit is None for of in facts.ranks.values()) or max(fuller) > ROOM:
+        return None
+    of = max(facts.ranks.values(), key=lambda of: of.dropped)
+    return Finding(kind="recompute", cost=share, gain=share,
+                   what=f"{share:.0%} of a step computes activations again that would fit",
+                   evidence=f"{of.dropped / 1e6:.1f} MB a rank are not kept; with them the memory would be "
+                            f"{max(fuller):.0%} full, of {(of.limit or 0) / 1e9:.2f} GB",
+                   remedy="leave recompute out of the strategy, or keep what is dear: recompute=keep:attention")
+
+
+def _full(facts: Facts, of: RankFacts, *, more: bool = False) -> float:
+    """The share of its memory that is taken, 0 where that is not known; `more`: with what recompute does not keep.
+
+    A GPU is one rank's, by what its allocator has reserved; the host's memory is all ranks'.
+    """
+    if not of.limit:
+        return 0.0
+    ranks = [of] if "reserved" in of.memory else list(facts.ranks.values())
+    return sum(each.memory.get("reserved", each.memory.get("process", 0.0)) + more * each.dropped
+               for each in ranks) / of.limit
+
+
 RULES: tuple[Callable[[Facts], Finding | None], ...] = (
-    communication, small_model, small_buckets, straggler, data, utilization, fragmentation)
+    communication, small_model, small_buckets, straggler, data, utilization, recompute, fragmentation, memory)
 
 
 def _device(of: RankFacts) -> float | None:

@@ -133,6 +133,51 @@ def test_fragments_of_gpu_memory() -> None:
     assert "expandable_segments:True" in seen.remedy
 
 
+def of_memory(strategy: str, limit: float, *, again: float = 0.0, dropped: int = 0,
+              **memory: float) -> list[Finding]:
+    """Two ranks' steps of 100 ms, `again` of them computing activations again, with a limit."""
+    events: list[Event] = []
+    for rank in range(2):
+        events.append(Event("gauge", "layout", rank, 0, 0, 0, {"limit": limit, "limit_of": "host, all ranks"}))
+    for index in range(12):
+        for rank in range(2):
+            mine = list(step(rank, index, **GOOD, memory=memory))
+            backward = next(event for event in mine if event.kind == "backward")
+            place = mine.index(backward)
+            for part in range(2):      # two blocks
+                begin = backward.t0 + int(part * again / 2 * MS)
+                mine.insert(place + part, Event("recompute", f"blocks.{part}", rank, index, begin,
+                                                begin + int(again / 2 * MS), {"bytes": dropped // 2}))
+            events += mine
+    return findings(gather(events, world_size=2, strategy=strategy, cores=8))
+
+
+@pytest.mark.parametrize(("strategy", "parts", "remedy"), [
+    ("zero1", {"activations": 3e9, "params": 1e9}, "'zero1+recompute' computes activations again"),
+    ("zero1+recompute", {"activations": 3e9, "params": 1e9}, "a smaller micro-batch"),
+    ("zero1", {"activations": 1e9, "optimizer": 3e9}, "the next stage of ZeRO"),
+    ("zero3", {"activations": 1e9, "optimizer": 3e9}, "a smaller micro-batch")])
+def test_memory_that_is_nearly_full(strategy: str, parts: dict[str, float], remedy: str) -> None:
+    (seen,) = of_memory(strategy, 10e9, process=4.7e9, **parts)
+    most = max(parts, key=lambda name: parts[name])
+    assert (seen.kind, seen.cost, seen.gain) == ("memory", 0.0, None)
+    assert seen.what == "the memory of the host is 94% full"
+    assert seen.evidence == f"9.40 of 10.00 GB; of what rank 0 holds {most} are the most, 3.00 GB"
+    assert seen.remedy.startswith(remedy)
+    assert of_memory(strategy, 10e9, process=4.4e9, **parts) == []
+    (seen,) = of_memory(strategy, 10e9, process=1e9, reserved=9.4e9, **parts)      # a GPU is one rank's
+    assert seen.what == "the memory of rank 0's GPU is 94% full"
+
+
+def test_activations_computed_again_that_would_fit() -> None:
+    (seen,) = of_memory("zero2+recompute", 10e9, again=20.0, dropped=1_000_000_000, process=2e9)
+    assert seen.what == "20% of a step computes activations again that would fit"
+    assert seen.evidence == "1000.0 MB a rank are not kept; with them the memory would be 60% full, of 10.00 GB"
+    assert (seen.cost, seen.gain) == (pytest.approx(0.2), pytest.approx(0.2))
+    assert of_memory("zero2+recompute", 10e9, again=20.0, dropped=2_500_000_000, process=2e9) == []
+    assert of_memory("zero2+recompute", 0, again=20.0, dropped=1_000_000_000, process=2e9) == []
+
+
 def test_pauses_and_the_first_steps_do_not_count() -> None:
     events = [event for index in range(12) for rank in range(2) for event in step(
         rank, index, **{**GOOD, **({"data": 500.0} if index < 2 else {}), "pause": 400.0 if index % 5 == 4 else 0.0})]
