@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from dplab.checkpoint import chance, pieces
+from dplab.checkpoint.feedback import Feedback
 from dplab.checkpoint.folder import Folder
 from dplab.checkpoint.model import ModelState
 from dplab.checkpoint.optimizer import OptimizerState
@@ -62,7 +63,8 @@ class Checkpoints:
             model, optimizer = ModelState(self.trained), OptimizerState(self.trained)
             for bucket in self.trained.buckets:
                 bucket.params.refresh_master()
-            share = Share.of([*model.items(), *optimizer.items(), *self._general(steps, parts)])
+            share = Share.of([*model.items(), *optimizer.items(), *Feedback(self.trained).items(),
+                              *self._general(steps, parts)])
             order: list[pieces.Path] = [("model", name) for name in model.entries]
             aliases: dict[pieces.Path, pieces.Path] = {
                 ("model", name): ("model", first) for name, first in model.tied.items()}
@@ -105,6 +107,7 @@ class Checkpoints:
         nbytes = 0
         try:
             nbytes = model.read(stored, paths) + (state.read(stored) if optimizer else 0)
+            nbytes += Feedback(self.trained).read(stored, general.get("feedback", {}) if optimizer else {})
             self._restore(stored, general, parts)
         except Exception as error:
             problem = CheckpointError(f"{what} failed halfway, so that weights and state are not to be used: "
@@ -196,6 +199,7 @@ class Checkpoints:
             leaves.append(Leaf.of(GENERAL, {
                 "format": FORMAT, "steps": steps, "world_size": trained.world.size, "strategy": trained.strategy,
                 "optimizer": type(trained.optimizer.optimizer).__name__,
+                "feedback": Feedback(trained).described(),
                 "scaler": None if scaler is None else {"scale": scaler.scale, "good": scaler.good}}))
             for name, part in parts.items():
                 if not hasattr(part, "state_dict") or not hasattr(part, "load_state_dict"):

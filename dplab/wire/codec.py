@@ -7,7 +7,7 @@ written as a walk through collectives: each `yield` hands over one that has been
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -35,6 +35,25 @@ class Codec(Protocol):
 
     def reduce_scatter(self, flat: torch.Tensor, out: torch.Tensor, axis: Collectives) -> Iterator[Pending]:
         """`out` becomes this rank's segment of that sum; it may be that segment of `flat`, which may be overwritten."""
+
+
+@runtime_checkable
+class Remembering(Protocol):
+    """A codec whose memory goes into checkpoints."""
+
+    @property
+    def remembers(self) -> bool:
+        """Whether it has any, as it was made."""
+
+    @property
+    def name(self) -> str:
+        """What must be alike where its memory is to go on."""
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """What this rank remembers now, by name; good until the next reduction."""
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        """Goes on from there; from the start where `state` is empty. Keeps the tensors."""
 
 
 MakeCodec = Callable[[Sequence[Slot]], Codec]
@@ -65,6 +84,22 @@ class Quantised:
     def decode(self, payload: torch.Tensor, n: int) -> torch.Tensor:
         """(pieces, bytes of one) uint8 -> (pieces, n) fp32."""
         raise NotImplementedError
+
+    @property
+    def remembers(self) -> bool:
+        return self.feedback
+
+    @property
+    def name(self) -> str:
+        return type(self).__name__
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """fp32: what is owed of the whole bucket (`parts`) and of the owned sums; empty without feedback."""
+        return dict(self._owed)
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        """As `Remembering`."""
+        self._owed = dict(state)
 
     @property
     def held_bytes(self) -> int:

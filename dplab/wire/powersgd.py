@@ -46,6 +46,22 @@ class PowerSgd:
             else:
                 self._plain.append((slot.start, slot.stop))
 
+    remembers = True
+
+    @property
+    def name(self) -> str:
+        return f"PowerSgd{self.rank}"
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """By matrix: where its next iteration starts and what is owed, fp32 (float64 where the gradients are)."""
+        return {f"{place}-{what}": value for place, matrix in enumerate(self._matrices)
+                for what, value in (("right", matrix.right), ("owed", matrix.owed)) if value is not None}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        """As `dplab.wire.codec.Remembering`."""
+        for place, matrix in enumerate(self._matrices):
+            matrix.right, matrix.owed = state.get(f"{place}-right"), state.get(f"{place}-owed")
+
     @property
     def held_bytes(self) -> int:
         """What is owed, and the right factors."""

@@ -46,7 +46,8 @@ def test_every_box_of_a_tensor_is_read(dtype: torch.dtype, shape: tuple[int, ...
 
 @pytest.mark.parametrize("value", [
     torch.ones(2, 3).T, torch.ones(6)[2:].clone().as_strided((2,), (2,)), torch.arange(9)[3:], torch.ones(2).cfloat(),
-    [torch.ones(2)], {"a": torch.ones(2)}, torch.nn.Parameter(torch.ones(2)), torch.ones(2).to_sparse(), 3, "text"], ids=lambda value: type(value).__name__)
+    [torch.ones(2)], {"a": torch.ones(2)}, torch.nn.Parameter(torch.ones(2)), torch.ones(2).to_sparse(), 3, "text"],
+    ids=lambda value: type(value).__name__)
 def test_what_is_not_plain_is_left_to_torch(value: Any) -> None:
     assert found(saved(value)) is None
 
