@@ -169,7 +169,10 @@ class Watch:
     @property
     def trouble(self) -> str | None:
         """What is wrong, in a sentence; None where nothing is."""
-        return self.problem or self.notice or (self.run.failure if self.run.state in ("failed", "damaged") else None)
+        return self._trouble(self.run.state)
+
+    def _trouble(self, state: str) -> str | None:
+        return self.problem or self.notice or (self.run.failure if state in ("failed", "damaged") else None)
 
     @property
     def title(self) -> str:
@@ -182,9 +185,9 @@ class Watch:
 
     def head(self) -> Head:
         """The line above: state, facts, what is wrong."""
-        spec = self.run.spec
+        spec, state = self.run.spec, self.run.state      # read once: it takes several files
         label = (("run", spec.label),) if spec.label else ()
-        return Head(state=self.run.state, problem=self.trouble, facts=(
+        return Head(state=state, problem=self._trouble(state), facts=(
             *label, ("strategy", spec.strategy or "its own"), ("ranks", str(spec.world_size)), *self._restarted(),
             *self.shown.status().facts()))
 

@@ -70,7 +70,8 @@ def read_state(path: Path) -> RankState | None:
     A page that is being written to is looked at again; what is still cut then was cut by the end of the process.
     """
     for look in range(_LOOKS):
-        time.sleep(0.001 * (look > 0))
+        if look:
+            time.sleep(0.001)
         found = _read(path)
         if found is None or (found[-1] == found[2] and found[0] in (_MAGIC, bytes(4))):
             break

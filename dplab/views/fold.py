@@ -70,9 +70,11 @@ class Fold:
         """another run, which stands beside this one where two can"""
         self.pace = Pace()
         self._assembler = StepAssembler()
+        self._status: Status | None = None
 
     def feed(self, events: Iterable[Event]) -> None:
         """Takes events."""
+        self._status = None
         for event in events:
             self.memory.feed(event)
             self.utilization.feed(event)
@@ -91,8 +93,12 @@ class Fold:
 
     def status(self) -> Status:
         """The newest figures."""
-        median = self.steps.medians()
-        rate = self.pace.tokens_per_s
+        if self._status is None:
+            self._status = self._newest()
+        return self._status
+
+    def _newest(self) -> Status:
+        median, rate = self.steps.medians(), self.pace.tokens_per_s
         return Status(steps=self.pace.steps or None, loss=self.loss.last, step_ms=median["total"] if median else None,
                       tokens_per_s=rate, unit=None if rate is None else self.pace.unit, overlap=self.sync.overlap())
 

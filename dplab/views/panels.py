@@ -105,22 +105,29 @@ class StepPanel:
 
     def __init__(self) -> None:
         self.series: dict[int, Series] = {}
+        self._medians: dict[int | None, dict[str, float] | None] = {}
 
     def feed(self, step: Step) -> None:
         """Takes a finished step."""
         if step.rank >= SHOWN_RANKS:
             return
+        self._medians.clear()
         if step.rank not in self.series:
             self.series[step.rank] = Series("step", *ANATOMY, "total", peak="total")
         parts = [ns / 1e6 for ns in step.anatomy_ns().values()]
         self.series[step.rank].append(step.index + 1, *parts, sum(parts))
 
-    def medians(self, last: int = MEDIAN_STEPS, *, rank: int | None = None) -> dict[str, float] | None:
+    def medians(self, *, rank: int | None = None) -> dict[str, float] | None:
         """Median ms of each part over the last steps of all ranks, or of one; None before the first step."""
+        if rank not in self._medians:
+            self._medians[rank] = self._medians_of(rank)
+        return self._medians[rank]
+
+    def _medians_of(self, rank: int | None) -> dict[str, float] | None:
         chosen = self.series.values() if rank is None else [self.series[rank]] if rank in self.series else []
         if not chosen:
             return None
-        recent = np.concatenate([series.rows(max(0, len(series) - last)) for series in chosen])
+        recent = np.concatenate([series.rows(max(0, len(series) - MEDIAN_STEPS)) for series in chosen])
         columns = ("step", *ANATOMY, "total")
         return {name: float(value) for name, value in zip(columns, np.median(recent, axis=0), strict=True)
                 if name != "step"}

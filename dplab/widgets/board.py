@@ -34,7 +34,7 @@ from dplab.views.panels import SHOWN_RANKS
 from dplab.widgets import frontend
 
 MAX_HZ = 4.0
-_KEYFRAME_S = 5.0
+_KEYFRAME_S = 15.0
 _QUIET_S = 20.0
 _QUIET_PERIOD_S = 60.0
 _GONE_S = 3600.0
