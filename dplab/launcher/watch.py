@@ -202,11 +202,12 @@ class Watch:
                 "relaunch": self.run.relaunchable, "cuda": self.fold.memory.cuda,
                 "last": self.fold.pace.steps, "shown": self.step}
 
-    def message(self, feed: Any, *, keyframe: bool, **more: Any) -> tuple[dict[str, Any], bytes]:
+    def message(self, feed: Any, *, keyframe: bool, rank: int | None = None,
+                **more: Any) -> tuple[dict[str, Any], bytes]:
         """The feed's next message of what is looked at; `more` goes into its status."""
         with self._guard:
             message: tuple[dict[str, Any], bytes] = feed.message(
-                self.shown, {**self.status(), **more}, keyframe=keyframe)
+                self.shown, {**self.status(), **more}, keyframe=keyframe, rank=rank)
             return message
 
 

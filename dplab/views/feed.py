@@ -19,6 +19,8 @@ from dplab.views.fold import Fold
 from dplab.views.panels import SHOWN_RANKS
 from dplab.views.records import Chart, Lanes, Line, Log, Mark, StackedArea
 
+_OTHERS = 4
+"""Messages from one that holds all ranks' panels to the next."""
 _WORDS = ("name", "title", "value", "caption", "legend", "x_label", "y_label", "alert", "rank", "choice")
 
 
@@ -31,8 +33,12 @@ class Feed:
         self._said: dict[str, dict[str, Any]] = {}
         self._charts: dict[str, Chart] = {}
 
-    def message(self, fold: Fold, status: dict[str, Any], *, keyframe: bool = False) -> tuple[dict[str, Any], bytes]:
-        """The next message and its buffer. Another fold than last time is told by what differs, like everything."""
+    def message(self, fold: Fold, status: dict[str, Any], *, keyframe: bool = False,
+                rank: int | None = None) -> tuple[dict[str, Any], bytes]:
+        """The next message and its buffer. Another fold than last time is told by what differs, like everything.
+
+        `rank`: whose panels are looked at; those of the others come with every fourth message. None: all come.
+        """
         if keyframe:
             self._sent.clear()
             self._said.clear()
@@ -41,7 +47,8 @@ class Feed:
         parts: list[dict[str, Any]] = []
         blocks: list[bytes] = []
         changed: dict[str, dict[str, Any]] = {}
-        ranks = range(min(fold.world_size, SHOWN_RANKS))
+        every = keyframe or rank is None or self._sequence % _OTHERS == 0
+        ranks = range(min(fold.world_size, SHOWN_RANKS)) if every else (rank or 0,)
         for chart in [*fold.shared_charts(), *(chart for rank in ranks for chart in fold.rank_charts(rank))]:
             if self._charts.get(chart.name) is chart:      # the very same: nothing of it is another
                 continue

@@ -277,7 +277,7 @@ class Board(anywidget.AnyWidget):
         self._done += 1
 
     def _transmit(self, *, keyframe: bool) -> None:
-        content, data = self._watch.message(self._feed, keyframe=keyframe, done=self._done)
+        content, data = self._watch.message(self._feed, keyframe=keyframe, rank=self._rank, done=self._done)
         if keyframe:
             self._keyframe_asked, self._keyframe_at = False, time.monotonic()
         self.send(content, buffers=[data])
@@ -295,7 +295,7 @@ class Board(anywidget.AnyWidget):
             if kind == "seek" and self._asked and self._asked[-1][0] == "seek":
                 self._asked.pop()  # a slider that moves says more than anybody can follow
             self._asked.append((kind, content.get(_ACTIONS[kind])))
-        if kind in ("hello", *_ACTIONS) and not self.closed:
+        if kind in ("hello", "rank", *_ACTIONS) and not self.closed:
             self._start()
             if self._ticker is not None:
                 self._ticker.wake.set()

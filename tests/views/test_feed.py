@@ -146,3 +146,18 @@ def test_what_is_drawn_once_is_sent_once_and_again_when_another_run_stood_there_
             (True, 256e-6), (False, 256e-6), (True, 512e-6), (False, 512e-6), (True, 256e-6))]
     folds[0].feed([Event("gauge", "layout", 0, 0, 1, 1, layout)])      # another layout, such as after a restart
     assert ends(folds[0]) == (True, pytest.approx(512e-6), pytest.approx(512e-6, rel=1e-6))
+
+
+def test_the_rank_that_is_looked_at_comes_with_every_message_and_the_others_with_every_fourth():
+    fold, feed, page = Fold(3), Feed(), Page()
+    fold.feed(run_events(3, 4))
+    told = []
+    for step in range(4, 13):
+        content, data = feed.message(fold, {}, keyframe=step == 4, rank=1)
+        page.apply(content, data)
+        told.append([rank for rank in range(3) if f"steps/{rank}" in content["charts"]])
+        fold.feed([event for rank in range(3) for event in step_events(rank, step)])
+    assert told == [[0, 1, 2], [1], [1], [0, 1, 2], [1], [1], [1], [0, 1, 2], [1]]
+    assert page.whole
+    page.apply(*feed.message(fold, {}))
+    assert_same(page, fold)
