@@ -70,29 +70,43 @@ def find(file: BinaryIO, info: Any) -> Raw | None:
 
 
 def _find(file: BinaryIO, info: Any) -> Raw | None:
-    members = zipfile.ZipFile(io.BufferedReader(_Window(file, info.offset, info.length), 4096))
-    told = next(name for name in members.namelist() if name.endswith("/data.pkl"))
+    members = {each.filename: each for each in zipfile.ZipFile(io.BufferedReader(
+        _Window(file, info.offset, info.length), 4096)).infolist()}
+    told = next(name for name in members if name.endswith("/data.pkl"))
     prefix = told.removesuffix("data.pkl")
-    if members.getinfo(told).file_size > _LONGEST or sys.byteorder != "little" or (
-            f"{prefix}byteorder" in members.namelist() and members.read(f"{prefix}byteorder") != b"little"):
+    order = members.get(f"{prefix}byteorder")
+    if sys.byteorder != "little" or (order is not None and _text(file, info, order) != b"little"):
         return None
-    with members.open(told) as pickled:
-        found = _Told(pickled).load()
+    found = _Told(io.BytesIO(_text(file, info, members[told]))).load()
     if not isinstance(found, _Tensor):
         return None
     (kind, dtype, key, _, _), offset, shape, strides = found.storage, found.offset, tuple(found.size), found.stride
-    member = members.getinfo(f"{prefix}data/{key}")
+    member = members[f"{prefix}data/{key}"]
     plain = tuple(math.prod(shape[dim + 1:]) for dim in range(len(shape)))
-    if kind != "storage" or offset != 0 or member.compress_type != zipfile.ZIP_STORED or member.flag_bits & 1 or any(
+    if kind != "storage" or offset != 0 or any(
             stride != wanted and size > 1 for stride, wanted, size in zip(strides, plain, shape, strict=True)):
         return None
+    if math.prod(shape) * dtype.itemsize > member.file_size:
+        return None
+    return Raw(file, _begin(file, info, member), dtype, shape)
+
+
+def _begin(file: BinaryIO, info: Any, member: zipfile.ZipInfo) -> int:
+    """Where a member's bytes begin in the file; BadZipFile where they do not stand there as they are, or not inside."""
     file.seek(info.offset + member.header_offset)
     mark, name, extra = _HEADER.unpack(file.read(_HEADER.size))
-    start = info.offset + member.header_offset + _HEADER.size + name + extra
-    nbytes = math.prod(shape) * dtype.itemsize
-    if mark != b"PK\x03\x04" or nbytes > member.file_size or start + nbytes > info.offset + info.length:
-        return None
-    return Raw(file, start, dtype, shape)
+    begin: int = info.offset + member.header_offset + _HEADER.size + name + extra
+    if mark != b"PK\x03\x04" or member.compress_type != zipfile.ZIP_STORED or member.flag_bits & 1 or (
+            begin + member.file_size > info.offset + info.length):
+        raise zipfile.BadZipFile(member.filename)
+    return begin
+
+
+def _text(file: BinaryIO, info: Any, member: zipfile.ZipInfo) -> bytes:
+    if member.file_size > _LONGEST:
+        raise zipfile.BadZipFile(member.filename)
+    file.seek(_begin(file, info, member))
+    return file.read(member.file_size)
 
 
 class _Window(io.RawIOBase):

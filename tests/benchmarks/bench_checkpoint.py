@@ -4,8 +4,9 @@
 
 Weights and Adam's two moments in fp32. The sides take turns; figures are medians of the slowest rank, `ratio` is
 ours over torch's, below 1 where ours is faster. torch.save is measured as people call it, and with the sync to disk
-that a checkpoint needs before it may replace another one (ours always syncs). Loads come out of the system's cache.
-`blocks` is how long a save beside training holds the program up.
+that a checkpoint needs before it may replace another one (ours always syncs). Loads come out of the system's cache, on
+both sides into memory that training goes on with: weights and state are put in their places, and what other ranks have
+loaded of the weights is gathered. `blocks` is how long a save beside training holds the program up.
 """
 
 from __future__ import annotations
@@ -59,6 +60,8 @@ def sides(strategy: str, millions: float, folder: str) -> dict[str, Callable[[],
         for into, read in zip(state["model"], loaded["model"], strict=True):
             into.copy_(read)
         engine.optimizer.load_state_dict(loaded["optim"])
+        for pending in [bucket.params.publish(bucket.index, "init") for bucket in engine._buckets]:
+            pending.wait()
 
     pending: list[Any] = []
 
