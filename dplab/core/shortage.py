@@ -71,6 +71,10 @@ class Shortage:
                         + (", which is enough" if enough else ""))
             if enough:
                 break
+        moved = held["optimizer"] + held["master"] + (held["grads"] if now.grads is Placement.SHARDED else 0)
+        if moved and self.world.device.type == "cuda" and now.optim is Placement.SHARDED and (
+                self.strategy.offload == "none"):
+            told.append(f"offload=optimizer would move {moved / MIB:.1f} MiB to the host's memory")
         if self.strategy.recompute == "none" and held["activations"]:
             told.append(f"recompute would keep of the activations ({held['activations'] / MIB:.1f} MiB) little more "
                         f"than each unit's input")

@@ -215,6 +215,32 @@ def test_checkpoints_go_in_and_out(one: str, other: str, precision: str, links: 
         same_bits(states[:1], states[1:])
 
 
+@pytest.mark.parametrize("strategy", OFFLOADED)
+@pytest.mark.parametrize("optimizer", [
+    lambda ps: torch.optim.Adagrad(ps, lr=1e-2), lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9),
+    lambda ps: torch.optim.AdamW(ps, lr=1e-2, fused=True), lambda ps: torch.optim.AdamW(ps, lr=1e-2, foreach=True),
+    lambda ps: torch.optim.NAdam(ps, lr=1e-2)], ids=["adagrad", "momentum", "fused", "foreach", "nadam"])
+def test_other_optimizers(strategy: str, optimizer: Any, links: list[LateLink]) -> None:
+    def body(name: str) -> dict[str, torch.Tensor]:
+        engine = dplab.parallelize(fresh(), optimizer, f"{name}+bf16")
+        schedule = torch.optim.lr_scheduler.StepLR(engine.optimizer, 1, 0.5)
+        for batch in uneven_batches(3):
+            engine.backward(engine(*batch))
+            engine.step()
+            schedule.step()
+        return engine.full_state_dict()
+
+    same_bits(in_threads(2, body, strategy), in_threads(2, body, without(strategy)))
+
+
+def test_one_that_wants_whole_parameters(links: list[LateLink]) -> None:
+    def body(name: str) -> dict[str, torch.Tensor]:
+        return worlds.train(fresh(), uneven_batches(3), name, optimizer=torch.optim.Adafactor)
+
+    for strategy in OFFLOADED:
+        same_bits(in_threads(1, body, strategy), in_threads(1, body, without(strategy)))
+
+
 def test_weights_as_one_file(links: list[LateLink], tmp_path: Any) -> None:
     def body(strategy: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         engine = dplab.parallelize(fresh(), worlds.adamw, strategy)

@@ -141,3 +141,9 @@ def test_cudas_allocator_and_its_snapshot(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True" in text
     assert text.endswith(f"The allocator's blocks are in {tmp_path / shortage.SNAPSHOT}.")
     assert (tmp_path / shortage.SNAPSHOT).read_bytes() == b"blocks"
+    assert "offload" not in text
+    for strategy, told in (("zero1", "offload=optimizer would move 2.0 MiB to the host's memory"),
+                           ("zero2", "offload=optimizer would move 3.0 MiB to the host's memory")):
+        made = Shortage(Held(), Strategy.parse(strategy), mesh, World(), Folder())  # type: ignore[arg-type]
+        with pytest.raises(torch.OutOfMemoryError, match=told), made.told("optimizer"):
+            raise torch.OutOfMemoryError(CUDA)
