@@ -55,6 +55,7 @@ def add(verbs: Verbs) -> None:
 def estimate(args: argparse.Namespace) -> Answer:
     """Model states, and activations where a shape was given."""
     from dplab.planner import footprint
+    from dplab.planner.shape import ModelShape
 
     strategy_name(args.strategy)
     if args.model:
@@ -73,8 +74,8 @@ def estimate(args: argparse.Namespace) -> Answer:
                              f"{'is' if len(missing) == 1 else 'are'} missing")
         if args.no_flash and args.heads is None:
             raise UsageError("--no-flash needs --heads, the number of attention matrices that are stored")
-        shape = footprint.ModelShape(**given, heads=args.heads or 1, micro_batch=args.micro_batch,
-                                     vocabulary=args.vocabulary or 0, flash=not args.no_flash)
+        shape = ModelShape(**given, heads=args.heads or 1, micro_batch=args.micro_batch,
+                           vocabulary=args.vocabulary or 0, flash=not args.no_flash)
     elif args.heads or args.vocabulary or args.micro_batch > 1 or args.no_flash:
         raise UsageError("--heads, --micro-batch, --vocabulary and --no-flash are about activations, which need "
                          "--layers, --hidden and --sequence; give those too")

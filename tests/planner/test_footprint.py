@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from dplab.errors import UsageError
 from dplab.planner.footprint import (
     ElementBytes,
-    ModelShape,
     estimate,
     model_states,
     transients,
     volume,
 )
+from dplab.planner.shape import ModelShape
 from dplab.specs import DDP, PRECISIONS, SHARDINGS, ZERO1, ZERO2, ZERO3, Precision, Strategy
 
 ZERO_FIGURE_1 = {"ddp": 120, "zero1": 31.4, "zero2": 16.6, "zero3": 1.9}

@@ -10,7 +10,7 @@ import dplab
 from dplab.cli import main
 from dplab.errors import UsageError
 from dplab.planner import configs
-from dplab.planner.footprint import ModelShape
+from dplab.planner.shape import ModelShape
 from dplab.planner.single import predict
 
 
