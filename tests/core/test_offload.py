@@ -5,15 +5,17 @@ from __future__ import annotations
 import copy
 import itertools
 import threading
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+import weakref
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import nn
 
 import dplab
-from dplab.core import home
+from dplab.core import home, host
 from dplab.core.host import Copy
 from dplab.errors import UsageError
 from tests import worlds
@@ -368,3 +370,55 @@ def test_a_strategy_says_it_and_reads_it() -> None:
     assert str(strategy) == "zero3+offload=all"
     assert dplab.Strategy.parse(str(strategy)) == dplab.Strategy.from_dict(strategy.to_dict()) == strategy
     assert copy.copy(strategy).offload == "all"
+
+
+class FakeStream:
+    """Torch's stream, as far as a link asks it; everything lands in one list."""
+
+    said: ClassVar[list[tuple[str, ...]]] = []
+
+    def __init__(self, name: Any = "side") -> None:
+        self.name = name if isinstance(name, str) else "side"
+
+    def wait_stream(self, other: FakeStream) -> None:
+        self.said.append((self.name, "waits for", other.name))
+
+    def wait_event(self, event: FakeStream) -> None:
+        self.said.append((self.name, "waits for event of", event.name))
+
+    def record_event(self) -> FakeStream:
+        return self
+
+    def synchronize(self) -> None:
+        self.said.append(("host", "waits for", self.name))
+
+
+def test_copies_of_a_gpu_are_ordered_by_streams_and_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    current, names = [FakeStream("compute")], iter(["down", "up"])
+
+    @contextmanager
+    def inside(stream: FakeStream) -> Iterator[None]:
+        current.append(stream)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(FakeStream, "said", [])
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: FakeStream(next(names)))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current[-1])
+    monkeypatch.setattr(torch.cuda, "stream", inside)
+    link = host.CudaLink(torch.device("cuda", 0))
+    kept, sent = torch.zeros(3), torch.ones(3)
+    link.down(sent, kept).wait()
+    assert kept.tolist() == [1, 1, 1]
+    with link.ahead():
+        link.up(sent, kept)
+        assert current[-1].name == "up"
+    copied = link.up(sent, kept)
+    held = weakref.ref(copied._ends[0])  # type: ignore[attr-defined]
+    del sent
+    assert held() is not None           # a tensor that nobody else holds any more must stay until then
+    copied.order()
+    assert held() is None
+    assert FakeStream.said == [
+        ("down", "waits for", "compute"), ("host", "waits for", "down"), ("up", "waits for", "compute"),
+        ("up", "waits for", "up"), ("up", "waits for", "compute"), ("compute", "waits for event of", "up")]
