@@ -15,7 +15,8 @@ from typing import Any
 
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
 OFFLOADED = ("zero1+fp32+offload=optimizer", "zero2+fp32+offload=optimizer", "zero3+fp32+offload=all",
-             "zero3+bf16+offload=optimizer", "zero3+bf16+offload=parameters", "zero2+bf16+accum2+offload=optimizer", "zero3+bf16+accum2+offload=all")
+             "zero3+bf16+offload=optimizer", "zero3+bf16+offload=parameters",
+             "zero2+bf16+accum2+offload=optimizer", "zero3+bf16+accum2+offload=all")
 
 
 def steps(strategy: str, count: int = 5) -> dict[str, Any]:
