@@ -19,6 +19,7 @@ from torch import nn
 from dplab.checkpoint.manifest import Shape, differences
 from dplab.checkpoint.model import ModelState
 from dplab.checkpoint.pieces import Piece
+from dplab.core.bucket import Bucket
 from dplab.errors import CheckpointError, UsageError
 
 SUFFIX = ".safetensors"
@@ -89,10 +90,8 @@ class Export:
             file, problem = None, error
         for bucket in trained.buckets:
             bucket.params.refresh_master()
-            whole = bucket.whole(bucket.params.stepped)
             try:
-                self._put_all(file, {self.state.firsts[parameter]: tensor for parameter, tensor in zip(
-                    bucket.parameters, whole, strict=True) if parameter in self.state.firsts})
+                self._put_all(file, self._whole(bucket))
             except OSError as error:
                 problem, file = error, None
         if problem is None and file is not None:
@@ -108,6 +107,11 @@ class Export:
             self.partial.unlink(missing_ok=True)
             raise problem
         return self._nbytes
+
+    def _whole(self, bucket: Bucket) -> dict[str, torch.Tensor]:
+        """A bucket's full values by name; collective. Given away at once, so that there are never two of them."""
+        return {self.state.firsts[parameter]: tensor for parameter, tensor in zip(
+            bucket.parameters, bucket.whole(bucket.params.stepped), strict=True) if parameter in self.state.firsts}
 
     def _put_all(self, file: Any, tensors: Mapping[str, torch.Tensor]) -> None:
         for name, tensor in tensors.items() if file is not None else ():

@@ -34,7 +34,7 @@ def test_a_save_or_a_load_holds_one_unit_above_the_shard(strategy: str, tmp_path
     for saving, loading, exporting in ProcessWorld.of(2).call(peaks, strategy, tmp_path / "saved"):
         assert 0 < saving <= UNIT  # a chunk that lies in several runs, and small values
         assert loading <= UNIT  # new state before the old is gone, or a part that is cut or cast
-        assert exporting <= 3 * UNIT  # a bucket, whole and on its way
+        assert exporting <= 1.01 * UNIT  # a bucket, whole; small values
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3"])
