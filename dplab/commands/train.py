@@ -235,6 +235,8 @@ def _text(data: dict[str, Any], unit: str) -> str:
         rows.append(("throughput", f"{data['tokens_per_s']:,.0f} {unit}/s, all ranks"))
     rows.append(("memory", ", ".join(f"{name} {size / 1e6:.1f}" for name, size in data["memory"].items() if size)
                  + " MB on rank 0"))
+    if "offload=" in data["strategy"] and "host" not in data["memory"]:
+        rows.append(("offload", "moved nothing: the ranks compute in the host's memory already"))
     if data["peak_bytes"]:
         rows.append(("process", ", ".join(f"{size / 1e6:,.0f}" for size in data["peak_bytes"])
                      + " MB private at the peak, by rank"))

@@ -171,17 +171,17 @@ class Estimate:
                  for name, text in self.formulas.items() if name in sizes]
         total = (f"{'total':12}{self.total_bytes / unit.decimal:12.3f} {unit.name} = "
                  f"{self.total_bytes / unit.binary:.3f} {unit.binary_name}")
-        return "\n".join([*lines, total, *self._host()])
+        return "\n".join([*lines, total, *self._host(f" {unit.name} = ", f" {unit.binary_name}")])
 
-    def _host(self) -> list[str]:
+    def _host(self, between: str = "", after: str = "") -> list[str]:
         """What is not on the device."""
-        unit = unit_of(self.host_bytes)
-        return [f"{'host':12}{self.host_bytes / unit.decimal:12.3f} {unit.name} in the host's memory"] * bool(
-            self.host_bytes)
+        size, unit = self.host_bytes, self._unit
+        return [f"{'host':12}{size / unit.decimal:12.3f}{between}{size / unit.binary:{'.3f' if between else '12.3f'}}"
+                f"{after}   in the host's memory"] * bool(size)
 
     @property
     def _unit(self) -> Unit:
-        return unit_of(self.total_bytes)
+        return unit_of(self.total_bytes or self.host_bytes)
 
     def _rows(self) -> list[tuple[str, float]]:
         """Name and bytes of what would not read 0.000."""

@@ -15,6 +15,7 @@ from datetime import datetime
 from pathlib import Path
 
 import pytest
+import torch
 
 import dplab
 from dplab.cli import main, parser
@@ -96,6 +97,11 @@ def test_train_in_words(capsys):
     assert "before the first step" in lines["init:"]
     alone = said(capsys, "train", "--steps", "1", "--world-size", "1", "--batch-size", "1")
     assert "ddp on 1 rank, which has nobody to talk to" in alone[1]
+    assert "offload" not in alone[1]
+    offloaded = said(capsys, "train", "--steps", "1", "--world-size", "1", "--batch-size", "1", "--strategy",
+                     "zero1+offload=optimizer")
+    where = "host" if torch.cuda.is_available() else "offload     moved nothing: the ranks compute in the host's memory"
+    assert where in offloaded[1]
     assert alone[2].count("step 0/1") <= 1
 
 

@@ -159,8 +159,8 @@ def test_estimate_and_explain_tell_device_and_host(strategy, here, there):
     told = dplab.estimate(8e9, 8, strategy)
     assert {name: size / 8e9 for name, size in told.model_states_bytes.items() if size and name != "total"} == here
     assert told.host_bytes == 1e9 * there
-    assert "B in the host's memory" in str(told)
-    assert "B in the host's memory" in told.explain()
+    assert "   in the host's memory" in str(told)
+    assert "iB   in the host's memory" in told.explain()
     row = dplab.explain(strategy, 8e9, 8)
     assert (row.total_bytes, row.to_dict()["host_bytes"]) == (told.total_bytes, told.host_bytes)
     assert f"offload={dplab.Strategy.parse(strategy).offload}, where a GPU computes; on CPU ranks it moves nothing" in (
