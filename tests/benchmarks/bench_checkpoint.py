@@ -7,6 +7,10 @@ ours over torch's, below 1 where ours is faster. torch.save is measured as peopl
 that a checkpoint needs before it may replace another one (ours always syncs). Loads come out of the system's cache, on
 both sides into memory that training goes on with: weights and state are put in their places, and what other ranks have
 loaded of the weights is gathered. `blocks` is how long a save beside training holds the program up.
+
+Three runs of nine rounds on two busy cores: one rank, save / torch.save synced 0.84, 1.01, 1.25 (unsynced 1.24, 1.83,
+2.03), load / torch.load 0.89, 0.98, 1.46; two ranks, save 0.81, 0.81, 1.18 (unsynced 0.89, 1.35, 1.54), load 1.04,
+1.10, 1.13.
 """
 
 from __future__ import annotations
