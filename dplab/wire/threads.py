@@ -7,9 +7,11 @@ torch's default random generator is shared by the threads: seeds and dropout bel
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
+import gc
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -208,13 +210,31 @@ def run(fn: Callable[[], T], size: int, *, timeout: float = 30.0) -> list[T]:
 
     threads = [threading.Thread(target=contextvars.Context().run, args=(body, rank), name=f"rank {rank}", daemon=True)
                for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with _no_collector():
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
     if failures:
         raise failures[0]
     return [results[rank] for rank in range(size)]
+
+
+@contextlib.contextmanager
+def _no_collector() -> Iterator[None]:
+    """Leaves what refers to itself until the ranks have ended.
+
+    torch reads the state of its generator (every recomputed unit does) under a lock, and makes a Python object there,
+    at which the collector may run; what that frees lets go of the interpreter, another thread takes it and waits for
+    the lock, and all stand for good (seen once in some ten thousand worlds).
+    """
+    on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if on:
+            gc.enable()
 
 
 def _call(name: str, flat: torch.Tensor) -> str:
