@@ -253,9 +253,10 @@ class Board(anywidget.AnyWidget):
         quiet = 0.0 if cells.running else began - max(self._heard_at, cells.ended_at)
         if quiet > _GONE_S:
             return None  # a hello starts a new thread
-        period = min(quiet / 2, _QUIET_PERIOD_S) if quiet > _QUIET_S else self._period  # the server keeps it all
-        keyframe = self._keyframe_asked or quiet > _QUIET_S or began - self._keyframe_at > _KEYFRAME_S
-        self._transmit(keyframe=keyframe)
+        unread = quiet > _QUIET_S  # the server keeps all that nobody fetches
+        if not (unread and self._watch.behind):
+            self._transmit(keyframe=self._keyframe_asked or unread or began - self._keyframe_at > _KEYFRAME_S)
+        period = min(quiet / 2, _QUIET_PERIOD_S) if unread else self._period
         # by what a tick costs, not by how long others kept the processor: a fifth of a core, half to catch up
         rest = (1 if self._watch.behind else 4) * (time.thread_time() - used)
         return max(0 if self._watch.behind else period - (time.monotonic() - began), rest, _LEAST_PAUSE_S)

@@ -232,7 +232,7 @@ def test_a_run_that_cannot_be_read_says_so_and_goes_on_when_it_can(run, comms):
     board.close()
 
 
-def test_silence_slows_the_board_down_and_a_word_wakes_it(run, monkeypatch):
+def test_silence_slows_the_board_down_and_a_word_wakes_it(run, comms, monkeypatch):
     from dplab.widgets import board as module
     from dplab.widgets import frontend
 
@@ -247,6 +247,13 @@ def test_silence_slows_the_board_down_and_a_word_wakes_it(run, monkeypatch):
     assert board.tick() == 45
     monkeypatch.setattr(module.time, "monotonic", lambda: now + 900)
     assert board.tick() == 60
+    sent = len(comms[0].board_messages())
+    monkeypatch.setattr(Watch, "behind", True)   # what is caught up with meanwhile is no news to anybody
+    board.tick()
+    assert len(comms[0].board_messages()) == sent
+    monkeypatch.setattr(Watch, "behind", False)
+    board.tick()
+    assert len(comms[0].board_messages()) == sent + 1
     monkeypatch.setattr(cells, "running", True)  # a long cell holds the page's words back: that is no silence
     assert board.tick() == 0.5
     monkeypatch.setattr(cells, "running", False)
