@@ -104,11 +104,13 @@ def run(strategy: str, size: int) -> list[dict[str, torch.Tensor]]:
 
 
 @pytest.mark.parametrize(("size", "more"), [
-    (1, ""), (1, "+bf16+accum2+clip_grad_norm=0.1"), (3, "+clip_grad_norm=0.1"), (3, "+bf16+accum2+bucket_mb=1e-05"),
+    # autocast keeps its casts for all threads, so that only one rank of them computes the same twice
+    (1, ""), (1, "+amp-bf16"), (1, "+bf16+accum2+clip_grad_norm=0.1"), (3, "+clip_grad_norm=0.1"),
+    (3, "+bf16+accum2+bucket_mb=1e-05"),
     *((2, more) for more in ("", "+bf16", "+bf16+accum3", "+accum2+clip_grad_norm=0.1",
                              "+accum3+accumulate_mode=window",
                              "+accum2+accumulate_mode=micro_batch", "+bucket_mb=1e-05", "+prefetch=false+reshard=false",
-                             "+recompute"))])
+                             "+recompute", "+bf16+wire=int8"))])
 @pytest.mark.parametrize("strategy", OFFLOADED)
 def test_the_same_bits_as_without(strategy: str, size: int, more: str, links: list[LateLink]) -> None:
     same_bits(run(strategy + more, size), run(without(strategy + more), size))
@@ -132,6 +134,14 @@ def test_micro_batches_of_a_hybrid_meet_on_the_host(strategy: str, backwards: in
 
     same_bits(in_threads(4, body, strategy), in_threads(4, body, without(strategy)))
     assert len(links) == 4
+
+
+@pytest.mark.parametrize("strategy", OFFLOADED)
+def test_on_a_mesh_of_two_axes(strategy: str, links: list[LateLink]) -> None:
+    def told(name: str) -> list[dict[str, torch.Tensor]]:
+        return in_threads(4, worlds.train, fresh(Uneven), uneven_batches(8), f"{name}+bf16", mesh=(2, 2))
+
+    same_bits(told(strategy), told(without(strategy)))
 
 
 @pytest.mark.parametrize("more", ["+bf16", "+bf16+accum2+bucket_mb=1e-05"])
