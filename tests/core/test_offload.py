@@ -283,6 +283,25 @@ def test_a_model_on_the_meta_device(strategy: str, links: list[LateLink]) -> Non
     same_bits(in_threads(1, body, strategy), in_threads(1, body, without(strategy)))
 
 
+@pytest.mark.parametrize("strategy", OFFLOADED)
+def test_a_model_on_the_meta_device_from_a_checkpoint(strategy: str, links: list[LateLink], tmp_path: Any) -> None:
+    original = nn.Sequential(*(nn.Sequential(nn.Linear(9, 9), nn.Tanh()) for _ in range(3)))
+
+    def body() -> list[dict[str, torch.Tensor]]:
+        first = dplab.parallelize(copy.deepcopy(original), worlds.adamw, f"{without(strategy)}+bf16")
+        first.save(tmp_path / "saved")
+        engine = dplab.parallelize(copy.deepcopy(original).to("meta"), worlds.adamw, f"{strategy}+bf16",
+                                   materialize=tmp_path / "saved")
+        before = engine.full_state_dict()
+        for each in (first, engine):
+            each.backward(each(torch.ones(2, 9, dtype=torch.bfloat16)).float().square().mean())
+            each.step()
+        return [before, first.full_state_dict(), engine.full_state_dict()]
+
+    for before, wanted, found in in_threads(2, body):
+        same_bits([before, wanted], [original.state_dict(), found])
+
+
 def test_a_model_with_frozen_parts_and_normalisation(links: list[LateLink]) -> None:
     original = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3)))
     original[2][0].requires_grad_(False)
