@@ -92,7 +92,7 @@ class StepAssembler:
                     break
                 start = min(max(start, span.t1), event.t1)
             left_out = (event.attrs.get("thin") or {}).get("spans", 0)
-            whole = sum(span.kind in DETAIL for span in spans) >= left_out
+            whole = not left_out or sum(span.kind in DETAIL for span in spans) >= left_out
             inside = [span for span in spans if span.t1 > start or span.kind == "pause"]
             return Step(event.rank, event.step, start, event.t1, inside, whole)
         if event.t1 > event.t0:

@@ -71,17 +71,16 @@ class Fold:
         self.pace = Pace()
         self._assembler = StepAssembler()
         self._status: Status | None = None
+        self._begun = False
 
     def feed(self, events: Iterable[Event]) -> None:
         """Takes events."""
         self._status = None
         for event in events:
-            self.memory.feed(event)
-            self.utilization.feed(event)
-            self.ownership.feed(event)
-            self.logs.feed(event)
-            self.findings.feed(event)
-            self.wire.feed(event)
+            if event.kind in ("gauge", "log") or not self._begun:      # time starts at the first event of any kind
+                self._begun = True
+                for panel in (self.memory, self.utilization, self.ownership, self.logs, self.findings, self.wire):
+                    panel.feed(event)
             self.loss.feed(event)
             self.pace.feed(event)
             step = self._assembler.feed(event)

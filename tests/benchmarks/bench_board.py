@@ -4,8 +4,8 @@ One run of two ranks goes on all the while. Beside it a kernel of its own follow
 of seconds, and stands still in as many (in the order on, off, off, on, ...): the board's own thread, reader, rules and
 messages, whose front end is a page that acknowledges and draws nothing. Prints the paired ratio of the run's step with
 the board to that without, with the interval of that median, and the processor time that the kernel takes, a second and
-a step. What it missed while it stood still it reads at the start of a block: that second is left out of the ratio, not
-of the processor time, which is so an upper bound. Prints figures, asserts nothing.
+a step. What it missed while it stood still it reads at the start of a block: that second is left out of both. Prints
+figures, asserts nothing.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def measure(*, ranks: int, pairs: int, seconds: float, hz: float, model: str) ->
 
 
 def _block(kernel: subprocess.Popen[str], seconds: float, *, on: bool) -> dict[str, Any]:
-    """One block: when it was, and what the kernel took of a processor in it, in s."""
+    """One block: when it was, and what the kernel took of a processor in it, in s, once it had caught up."""
     assert kernel.stdin is not None
     assert kernel.stdout is not None
     begin = time.monotonic_ns()
@@ -64,7 +64,7 @@ def _block(kernel: subprocess.Popen[str], seconds: float, *, on: bool) -> dict[s
     end, took = time.monotonic_ns(), None
     if on:
         print("off", file=kernel.stdin, flush=True)
-        took = json.loads(kernel.stdout.readline())
+        took = json.loads(kernel.stdout.readline())      # from a second after `on`
     return {"on": on, "begin": begin, "end": end, "took": took}
 
 
@@ -74,7 +74,7 @@ def figures(blocks: list[dict[str, Any]], ends: list[int]) -> dict[str, Any]:
         inside = [end for end in ends if block["begin"] + SETTLE_S * 1e9 <= end < block["end"]]
         block["step_ms"] = statistics.fmean(later - before for before, later in pairwise(inside)) / 1e6
     on, off = ([block["step_ms"] for block in blocks if block["on"] is wanted] for wanted in (True, False))
-    shares = [block["took"]["cpu"] / (block["end"] - block["begin"]) * 1e9 for block in blocks if block["on"]]
+    shares = [block["took"]["cpu"] / block["took"]["seconds"] for block in blocks if block["on"]]
     step, share = statistics.median(off), statistics.median(shares)
     return {"pairs": len(on), "seconds_a_block": (blocks[0]["end"] - blocks[0]["begin"]) / 1e9,
             "step_ms_off": step, "step_ms_on": statistics.median(on), "step_on_to_off": paired_ratio(on, off),
@@ -114,14 +114,16 @@ def follow(path: Path, hz: float) -> None:
 
     board = Board(attach(path), hz=hz, live=True)
     print("begun", flush=True)
-    cpu, messages = 0.0, 0
+    began, cpu, messages = 0.0, 0.0, 0
     for line in sys.stdin:
         if line.strip() == "on":
-            cpu, messages = time.process_time(), Page.count
             board._start()
+            time.sleep(SETTLE_S)
+            began, cpu, messages = time.monotonic(), time.process_time(), Page.count
         else:
             board._halt()
-            print(json.dumps({"cpu": time.process_time() - cpu, "messages": Page.count - messages}), flush=True)
+            print(json.dumps({"cpu": time.process_time() - cpu, "seconds": time.monotonic() - began,
+                              "messages": Page.count - messages}), flush=True)
 
 
 def main() -> None:
