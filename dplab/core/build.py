@@ -61,10 +61,24 @@ def check_model(model: nn.Module, strategy: Strategy, mesh: Mesh) -> None:
                              f"choose precision 'bf16' or 'fp16' in the strategy, or call model.float() first")
         if parameter.layout is not torch.strided:
             raise UsageError(f"parameter {name!r} is {parameter.layout}; only dense parameters can be laid out")
+    _check_buffers(model)
     described = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in named]
     digest = hashlib.sha256(repr(described).encode()).digest()
     if len(set(mesh.world.gather_objects(digest))) > 1:
         _name_difference(mesh.world.gather_objects(described))
+
+
+def _check_buffers(model: nn.Module) -> None:
+    """Refuses buffers that no rank's values can be written into."""
+    for name, buffer in model.named_buffers():
+        if buffer.layout is not torch.strided:
+            raise UsageError(f"buffer {name!r} is {buffer.layout}, and buffers are made equal on all ranks byte by "
+                             f"byte; register its to_dense()")
+        expanded = any(size > 1 and not stride for size, stride in zip(buffer.shape, buffer.stride(), strict=True))
+        if buffer.numel() and (expanded or buffer.is_conj() or buffer.is_neg()):
+            how = "an expanded" if expanded else "a conjugated" if buffer.is_conj() else "a negated"
+            raise UsageError(f"buffer {name!r} is {how} view, which nothing can be written into; register "
+                             f"{'its contiguous()' if expanded else 'its resolve_conj().resolve_neg()'}")
 
 
 def _name_difference(every: list[list[tuple[object, ...]]]) -> None:

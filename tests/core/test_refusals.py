@@ -564,6 +564,19 @@ def test_models_that_cannot_be_laid_out_are_refused(name: str) -> None:
         engine_of(name, model)
 
 
+@pytest.mark.parametrize(("buffer", "said"), [
+    (torch.ones(1).expand(3), r"buffer 'odd' is an expanded view, .*; register its contiguous\(\)$"),
+    (torch.ones(3, dtype=torch.cfloat).conj(), r"is a conjugated view, .*its resolve_conj\(\).resolve_neg\(\)$"),
+    (torch.ones(3, dtype=torch.cfloat).conj().imag, r"is a negated view, "),
+    (torch.eye(3).to_sparse(), r"buffer 'odd' is torch.sparse_coo, .*; register its to_dense\(\)$"),
+])
+def test_buffers_that_cannot_be_made_equal_are_refused(buffer: torch.Tensor, said: str) -> None:
+    model = nn.Linear(2, 2)
+    model.register_buffer("odd", buffer)
+    with pytest.raises(UsageError, match=said):
+        engine_of("ddp", model)
+
+
 # ---- torch.compile
 
 
