@@ -48,6 +48,8 @@ class RunDirectory:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
+        self._spec: tuple[tuple[int, int, int], RunSpec] | None = None
+        """what was read last, and the file that it is of"""
 
     def __repr__(self) -> str:
         return f"RunDirectory({str(self.path)!r})"
@@ -109,10 +111,18 @@ class RunDirectory:
 
     @property
     def spec(self) -> RunSpec:
-        """What `launch` was asked for."""
+        """What `launch` was asked for; read anew where the file is another than last time."""
+        try:
+            found = os.stat(self.path / "run.json")
+            stamp = (found.st_ino, found.st_mtime_ns, found.st_size)
+        except OSError:      # `info` says why
+            stamp = (0, 0, 0)
+        if self._spec is not None and self._spec[0] == stamp:
+            return self._spec[1]
         values = self.info()["spec"]
         try:
-            return RunSpec.from_dict(values)
+            self._spec = stamp, RunSpec.from_dict(values)
+            return self._spec[1]
         except (TypeError, AttributeError, UsageError) as error:
             raise damaged(self.path / "run.json", f"its spec is not one ({error})") from error
 

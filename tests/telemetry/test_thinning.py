@@ -85,7 +85,7 @@ def test_the_last_steps_are_whole_for_who_looks_at_them_meanwhile(tmp_path: Path
     attached.feed(RunReader(directory.path, recent=True).poll())
     assert attached.sync.step == live.sync.step
     newest = attached.steps.series[0]["step"][-FULL_STEPS:]
-    assert newest.tolist() == list(range(2100 - FULL_STEPS, 2100))
+    assert newest.tolist() == list(range(2101 - FULL_STEPS, 2101))
     assert attached.status() == live.status()
 
 
@@ -94,7 +94,7 @@ def test_a_thin_step_is_not_drawn_as_if_it_had_done_nothing(tmp_path: Path) -> N
     Writer(directory, 0).write(range(900))
     fold = Fold(1, "zero2")
     fold.feed(RunReader(directory.path).poll())
-    assert {int(step) for step in fold.steps.series[0]["step"]} <= {step for step in range(900) if keeps(step)}
+    assert {int(step) - 1 for step in fold.steps.series[0]["step"]} <= {step for step in range(900) if keeps(step)}
     assert fold.steps.medians()["total"] == pytest.approx(100)      # type: ignore[index]
     assert fold.loss.last_step == 899
 
