@@ -15,7 +15,7 @@ from dplab.checkpoint.folder import Folder
 from dplab.checkpoint.model import ModelState
 from dplab.checkpoint.optimizer import OptimizerState
 from dplab.checkpoint.pieces import Leaf, Share
-from dplab.checkpoint.saving import Job, Saving, agree
+from dplab.checkpoint.saving import Job, Saving, Snapshot, agree
 from dplab.checkpoint.tensorfile import Export, Import, is_tensor_file
 from dplab.checkpoint.trained import Trained
 from dplab.errors import CheckpointError, StateError, UsageError
@@ -78,10 +78,15 @@ class Checkpoints:
             job.run(self._calls)
             return Saving(job.folder.path)
         began = self.trained.recorder.open("checkpoint", "snapshot")
-        snapshot = Job(job.folder, job.rank, job.share.copied(), job.order, job.aliases, job.recorder, done)
-        self._last = Saving(job.folder.path, lambda: snapshot.run(self._beside))
-        self.trained.recorder.span("checkpoint", "snapshot", began, now(), bytes=snapshot.share.nbytes)
+        snapshot = Snapshot(job, self.trained.world.device)
+        self._last = Saving(job.folder.path, lambda: snapshot.run(self._beside), snapshot.taken)
+        self.trained.recorder.span("checkpoint", "snapshot", began, now(), bytes=snapshot.nbytes)
         return self._last
+
+    def settle(self) -> None:
+        """What the optimizer holds is about to change: waits for a snapshot of it that is still being taken."""
+        if self._last is not None:
+            self._last.taken()
 
     def load(self, place: Place, *, strict: bool, optimizer: bool, limit: float, parts: Mapping[str, Stateful]) -> int:
         """As `Engine.load`."""

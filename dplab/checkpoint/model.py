@@ -7,6 +7,7 @@ its names. Buffers and extra state are rank 0's.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -62,8 +63,9 @@ class ModelState:
         trained = self.trained
         for parameter, name in self.firsts.items():
             bucket, slot = trained.slots[parameter]
-            yield from trained.pieces(bucket, slot, ("model", name), (trained.owned(bucket)[0], bucket.params.stepped),
-                                      trained.written(bucket))
+            stretch = trained.owned(bucket)[0], bucket.params.stepped
+            for piece in trained.pieces(bucket, slot, ("model", name), stretch, trained.written(bucket)):
+                yield replace(piece, held=bucket.params.master is not None)
         if trained.world.rank == 0:
             for name, value in self.others.items():
                 path = ("model", name)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Hashable, Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -44,7 +45,8 @@ class OptimizerState:
                 for what, value in state.items():
                     path: Path = (*STATE, name, what)
                     if _along(what, value, run):
-                        yield from self.trained.pieces(run.bucket, slot, path, (begin, value.view(-1)), within)
+                        for piece in self.trained.pieces(run.bucket, slot, path, (begin, value.view(-1)), within):
+                            yield replace(piece, held=True)
                     elif self.trained.holds_first(run.bucket, slot, here):
                         yield Piece.whole(path, value) if isinstance(value, torch.Tensor) else Leaf.of(path, value)
         if self.trained.world.rank == 0:

@@ -29,13 +29,15 @@ def key(path: Path) -> str:
 class Piece:
     """Elements from `start` on of the tensor of `shape` at `path`; `run` holds them, 1-D and contiguous.
 
-    A view of training's own memory, except in a snapshot: it is good until the next step.
+    A view of training's own memory, except in a snapshot: it is good until the next step. `held`: by the optimizer
+    alone, so that until then nobody can have written to it.
     """
 
     path: Path
     shape: Shape
     start: int
     run: torch.Tensor
+    held: bool = False
 
     @classmethod
     def whole(cls, path: Path, tensor: torch.Tensor) -> Piece:
@@ -92,9 +94,9 @@ class Share:
     def paths(self) -> list[Path]:
         return [*(piece.path for piece in self.pieces), *(leaf.path for leaf in self.leaves)]
 
-    def copied(self) -> Share:
-        """A snapshot, for a save that goes on while training does."""
-        return replace(self, pieces=tuple(piece.copied() for piece in self.pieces))
+    def copied(self, *, held: bool) -> Share:
+        """A snapshot, for a save that goes on while training does: of what the optimizer holds, or of the rest."""
+        return replace(self, pieces=tuple(piece.copied() if piece.held == held else piece for piece in self.pieces))
 
     @classmethod
     def of(cls, items: Iterable[Piece | Leaf]) -> Share:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from dplab.checkpoint import pieces
 from dplab.checkpoint.folder import Folder
@@ -103,11 +105,45 @@ class Job:
         self.recorder.span("checkpoint", "save", began, now(), bytes=self.share.nbytes)
 
 
-class Saving:
-    """What `engine.save` returns: a save that has ended, or one that goes on beside training (`work`)."""
+class Snapshot:
+    """What a job writes while training goes on. What the optimizer holds (its state, master copies) is copied beside
+    the next forward and backward, the rest here and now."""
 
-    def __init__(self, place: Path, work: Callable[[], None] | None = None) -> None:
-        self.place = place
+    def __init__(self, job: Job, device: torch.device) -> None:
+        self._job = replace(job, share=job.share.copied(held=False))
+        self._taken = threading.Event()
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":      # behind the step that the device may still be at, and beside what follows it
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            self._stream.wait_stream(torch.cuda.current_stream(device))
+
+    @property
+    def nbytes(self) -> int:
+        return self._job.share.nbytes
+
+    def run(self, calls: RollCall) -> None:
+        """As the job's; in a thread of its own."""
+        try:
+            with torch.cuda.stream(self._stream):      # no stream: nothing
+                job = replace(self._job, share=self._job.share.copied(held=True))
+        finally:
+            self._taken.set()
+        job.run(calls)
+
+    def taken(self) -> None:
+        """Returns once what the optimizer holds may change."""
+        self._taken.wait()
+
+
+class Saving:
+    """What `engine.save` returns: a save that has ended, or one that goes on beside training (`work`).
+
+    `taken()` returns once what the optimizer holds may change.
+    """
+
+    def __init__(self, place: Path, work: Callable[[], None] | None = None,
+                 taken: Callable[[], None] = lambda: None) -> None:
+        self.place, self.taken = place, taken
         self._work = work
         self._error: Exception | None = None
         self._thread: threading.Thread | None = None

@@ -27,10 +27,7 @@ from dplab.core import absent
 from dplab.core.bucket import Bucket
 from dplab.core.element_wise import fresh_state, is_element_wise
 from dplab.errors import StateError, UsageError
-
-CACHED = 1 << 17
-"""Elements of a run that a CPU steps. torch's plain Adam goes over them a dozen times and makes two temporary tensors
-as long: half a MiB each stays in a core's cache, where a run of a million elements takes twice the time."""
+from dplab.layout import CACHED
 
 OptimizerLike = torch.optim.Optimizer | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 

@@ -152,6 +152,7 @@ class Engine:
         self._recorder.phase("optimizer")
         moved = not overflow and any(any(bucket.moved) for bucket in reduction.buckets)
         if moved:
+            self.checkpoints.settle()
             with self._shortage.told("optimizer"):
                 self._owned.run_hooks(before=True)
                 for bucket in reduction.buckets:
@@ -218,6 +219,7 @@ class Engine:
     @contextmanager
     def gathered(self) -> Iterator[nn.Module]:
         """Full parameters inside, readable and writable; afterwards rank 0's values are everybody's."""
+        self.checkpoints.settle()
         with self._full.write():
             yield self.module
 
@@ -226,6 +228,7 @@ class Engine:
 
         Where the optimizer steps a master copy, its values are the ones given, not their rounding.
         """
+        self.checkpoints.settle()      # a master copy follows what somebody has written to the weights
         return self._full.state_dict()
 
     def full_grad(self, name: str) -> torch.Tensor | None:

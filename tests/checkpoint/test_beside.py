@@ -12,8 +12,10 @@ import torch
 
 import dplab
 from dplab.checkpoint import store
+from dplab.checkpoint.pieces import Share
+from dplab.checkpoint.saving import Snapshot
 from dplab.errors import CheckpointError
-from tests.checkpoint.programs import moments, odd, same, train, two_groups, wrap
+from tests.checkpoint.programs import BATCHES, moments, odd, same, train, two_groups, wrap
 from tests.worlds import in_threads
 
 ROWS = 2
@@ -74,6 +76,52 @@ def test_h34_the_moment_of_the_call_is_saved_however_far_training_has_come(
         assert same(weights, meant)
         assert same(state, meant_state)
         assert any(name.endswith(".step") and value == turn + 1 for name, value in state.items())
+
+
+@pytest.mark.parametrize("by", ["step", "gathered", "full_state_dict"])
+@pytest.mark.parametrize("strategy", ["ddp", "zero2+bf16", "zero3+bf16"])
+def test_h34_what_the_optimizer_holds_is_copied_before_it_changes_and_no_sooner(
+        strategy: str, by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy begins only when somebody waits for it, which nobody does before the next change of it."""
+    copy_, taken, asked = Share.copied, Snapshot.taken, threading.Event()
+
+    def late(share: Share, *, held: bool) -> Share:
+        assert not held or asked.wait(20)
+        return copy_(share, held=held)
+
+    def waited_for(snapshot: Snapshot) -> None:
+        asked.set()
+        taken(snapshot)
+
+    monkeypatch.setattr(Share, "copied", late)
+    monkeypatch.setattr(Snapshot, "taken", waited_for)
+
+    def ranks() -> None:
+        engine = wrap(odd(torch.float32), strategy, two_groups)
+        train(engine, 0, 1, ROWS)
+        engine.save(tmp_path / "now")
+        saving = engine.save(tmp_path / "beside", wait=False)
+        x, y = BATCHES[0]
+        engine.backward(engine(x, y))
+        assert not asked.is_set()
+        if by == "step":
+            engine.step()
+        else:
+            if by == "gathered":
+                with engine.gathered() as module, torch.no_grad():
+                    for parameter in module.parameters():
+                        parameter.fill_(7)
+            else:
+                for parameter in engine.module.parameters():
+                    if strategy != "zero3+bf16":
+                        parameter.data.fill_(7)
+                engine.full_state_dict()
+        saving.wait()
+
+    in_threads(1, ranks)
+    (weights, state), (meant, meant_state) = content(tmp_path / "beside"), content(tmp_path / "now")
+    assert same(weights, meant)
+    assert same(state, meant_state)
 
 
 def test_h34_a_second_save_waits_for_the_first(tmp_path: Path, gate: threading.Event) -> None:
