@@ -117,6 +117,8 @@ class _Role:
         if self.codec is not None and self.replicate.size == 1:
             return self._told(Chain(self.codec.reduce_scatter(buffer, summed, self.shard.of(part))), part)
         if self.shard.size == 1 and self.replicate.size > 1:
+            if summed.data_ptr() != buffer.data_ptr():
+                summed.copy_(buffer)
             return self._across(summed, part)
         scattered = self.shard.reduce_scatter(buffer, summed, bucket=bucket, filled=filled)
         if self.replicate.size == 1:

@@ -122,6 +122,15 @@ def test_strategies_agree_to_the_bit_in_every_precision(precision: str, where: A
             assert torch.equal(value, results[0]["state"][key]), key
 
 
+@pytest.mark.parametrize("words", ["bf16", "bf16+accum2"])
+@pytest.mark.parametrize("name", ["zero1", "zero2", "zero3"])
+def test_low_precision_on_a_mesh_that_only_replicates_equals_ddp_to_the_bit(name: str, words: str) -> None:
+    model, batches = worlds.build(worlds.Uneven, torch.float32), worlds.uneven_batches(12)
+    expected = in_threads(2, worlds.train, model, batches, f"ddp+{words}")[0]
+    for state in in_threads(2, worlds.train, model, batches, f"{name}+{words}", mesh=(2, 1)):
+        assert all(torch.equal(value, expected[key]) for key, value in state.items())
+
+
 @pytest.mark.parametrize("name", SHARDINGS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_amp_equals_one_process_under_autocast(dtype: torch.dtype, name: str) -> None:
