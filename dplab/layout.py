@@ -81,6 +81,12 @@ class FlatLayout:
         start, stop = max(slot.start, low), min(slot.stop, high)
         return (start - low, stop - low) if start < stop else (0, 0)
 
+    def within(self, index: int) -> tuple[Slot, ...]:
+        """The slots of shard `index`, placed in that shard; one that the shard's bounds cut is a stretch, of (n,)."""
+        parts = [(slot, *self.owned(slot, index)) for slot in self.slots]
+        return tuple(Slot(slot.name, slot.shape if stop - start == slot.numel else (stop - start,), start)
+                     for slot, start, stop in parts if start < stop)
+
 
 def bucket_cap(grad_bytes: int, bucket_mb: float | None) -> int:
     """Bytes at which a bucket is closed: the user's, or min(25 MiB, max(1 MiB, gradient bytes / 16))."""

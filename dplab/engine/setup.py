@@ -79,8 +79,13 @@ def _mesh(world: World, chosen: Strategy, mesh: Any, *, sharded: bool) -> Mesh:
         if mesh is not None:
             raise UsageError(f"strategy {str(chosen)!r} takes its mesh from the hosts; leave hybrid or mesh out")
         return Mesh.hybrid(world, sharded=sharded, topology=topology)
-    return Mesh.flat(world, sharded=sharded, topology=topology) if mesh is None else Mesh.of(
-        world, mesh, topology=topology)
+    if mesh is None:
+        return Mesh.flat(world, sharded=sharded, topology=topology)
+    axes = Mesh.of(world, mesh, topology=topology)
+    if min(axes.shard.size, axes.replicate.size) > 1 and (chosen.wire or "").startswith("powersgd"):
+        raise UsageError(f"strategy {str(chosen)!r} needs whole matrices, and mesh {mesh} cuts them before they are "
+                         f"compressed; use wire=int8 or wire=bf16, or a mesh of one axis")
+    return axes
 
 
 def _strategy(given: Strategy | str | None) -> Strategy:

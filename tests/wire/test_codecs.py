@@ -408,6 +408,28 @@ def test_a_codec_sees_the_buckets_slots() -> None:
     assert in_threads(1, body) == [[]]      # alone, nothing travels
 
 
+@pytest.mark.parametrize("name", ["zero1", "zero2"])
+def test_on_a_mesh_that_shards_a_codec_sees_the_slots_of_what_it_sums(name: str) -> None:
+    def body() -> list[tuple[str, tuple[int, ...], int]]:
+        seen: list[Slot] = []
+
+        def make(slots: Sequence[Slot]) -> Codec:
+            seen.extend(slots)
+            return Plain()
+
+        model = torch.nn.Sequential(torch.nn.Linear(16, 40), torch.nn.Linear(40, 8))
+        dplab.parallelize(model, lambda ps: torch.optim.SGD(ps, lr=0.1), name, mesh=(2, 2), codec=make)
+        return [(slot.name, slot.shape, slot.start) for slot in seen]
+
+    first = [("1.bias", (8,), 0), ("1.weight", (8, 40), 128), ("0.bias", (40,), 512), ("0.weight", (128,), 640)]
+    assert in_threads(4, body) == 2 * [first, [("0.weight", (512,), 0)]]
+
+
+def test_powersgd_is_refused_on_a_mesh_that_cuts_its_matrices() -> None:
+    with pytest.raises(UsageError, match=r"'zero1\+wire=powersgd2' needs whole matrices, and mesh \(2, 2\) cuts"):
+        in_threads(4, train, build(Three), [], "zero1+wire=powersgd2", mesh=(2, 2))
+
+
 # ---- refusals
 
 @pytest.mark.parametrize(("text", "message"), [
