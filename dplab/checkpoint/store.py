@@ -57,7 +57,7 @@ def write(folder: FilePath, rank: int, share: Share) -> Written:
             if isinstance(source, bytes):
                 file.write(source)
             else:
-                torch.save(_alone(source), file)
+                _save(_alone(source), file)
             length = file.tell() - start
             results.append(WriteResult(index=item.index, size_in_bytes=length,
                                        storage_data=_StorageInfo(name, start, length)))
@@ -67,6 +67,16 @@ def write(folder: FilePath, rank: int, share: Share) -> Written:
         file.flush()
         os.fsync(file.fileno())
     return Written(items, results, {key(path): path for path in share.paths})
+
+
+def _save(tensor: torch.Tensor, file: BinaryIO) -> None:
+    """As torch.save; where a write failed, with the system's word for it rather than what came of it in torch's own."""
+    try:
+        torch.save(tensor, file)
+    except RuntimeError as error:
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from error
+        raise
 
 
 def _begin_sync(file: BinaryIO, begun: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import shutil
 import time
@@ -85,6 +86,22 @@ def test_h35_a_write_that_fails_on_rank_0_is_told_on_every_rank_with_its_cause(w
         assert "failed, and nothing there has changed: OSError: [Errno 28] No space left on device" in said
         assert said.endswith(" (on rank 0)") == (rank != 0)
     assert listing(tmp_path) == {"saved"}
+
+
+class FullDisk(io.BytesIO):
+    """Takes what is written up to `room` bytes."""
+
+    room = 1000
+
+    def write(self, data: Any, /) -> int:
+        if self.tell() + len(data) > self.room:
+            raise OSError(28, "No space left on device")
+        return super().write(data)
+
+
+def test_a_disk_that_fills_up_within_a_tensor_is_named_by_the_system_and_not_by_torch() -> None:
+    with pytest.raises(OSError, match="No space left on device"):
+        store._save(torch.ones(1000), FullDisk())
 
 
 def test_h35_a_folder_that_cannot_be_made_is_told_on_every_rank(tmp_path: Path) -> None:
