@@ -141,7 +141,7 @@ def _run(run_id: str) -> Answer:
         if standing is not None:
             row |= {"step": standing.step, "phase": standing.phase,
                     "bucket": standing.bucket if standing.bucket >= 0 else None,
-                    "seconds_ago": (now - standing.time) / 1e9 if lives else None}
+                    "seconds_ago": max(0.0, (now - standing.time) / 1e9) if lives else None}
         ranks.append(row)
     diagnosis = run.diagnose()
     data = {"id": run.id, "state": run.state, "failure": run.failure, "stopped_by": run.stopped_by, "ranks": ranks,

@@ -63,7 +63,8 @@ class GlooWork:
 
     def __init__(self, call: Call, steps: Steps) -> None:
         self._call, self._steps, self._nudges = call, steps, 0
-        self._under_way: list[Message] | None = next(steps)
+        self._under_way: list[Message] | None = None
+        self._go_on()
         self.done_at: int | None = None     # gloo tells of no message before it is waited for
 
     def nudge(self) -> None:
@@ -87,7 +88,15 @@ class GlooWork:
                 raise WireError(f"{self._call.words} did not end: rank {message.rank} left it or did not come to it in "
                                 f"time, or the link broke ({error})") from error
         self.done_at = now()
-        self._under_way = next(self._steps, None)
+        self._go_on()
+
+    def _go_on(self) -> None:
+        try:
+            self._under_way = next(self._steps, None)
+        except WireError:
+            raise
+        except RuntimeError as error:   # of gloo, which sends nothing to a rank that has left
+            raise WireError(f"{self._call.words} did not end: ranks have left, or the link broke ({error})") from error
 
 
 @dataclass
@@ -129,7 +138,7 @@ class GlooTransport:
         host, call = out.cpu(), self._call("all_to_all", flat)
         give, take = self._cut(flat.cpu()), self._cut(host)
         take[self.rank].copy_(give[self.rank])
-        return self._begin(call, iter([self._exchange(call.tag(0), give, take)]), _copy_back(host, out))
+        return self._begin(call, self._trade(call, give, take), _copy_back(host, out))
 
     def broadcast(self, flat: torch.Tensor, source: int) -> Work:
         host, call = flat.cpu(), self._call(f"broadcast(source={source})", flat)
@@ -191,6 +200,9 @@ class GlooTransport:
 
     def _gather(self, call: Call, segments: list[torch.Tensor], part: int = 0) -> Steps:
         yield self._exchange(call.tag(part), [segments[self.rank]] * self.size, segments)
+
+    def _trade(self, call: Call, give: list[torch.Tensor], take: list[torch.Tensor]) -> Steps:
+        yield self._exchange(call.tag(0), give, take)
 
     def _exchange(self, tag: int, give: list[torch.Tensor], take: list[torch.Tensor]) -> list[Message]:
         """`give[r]` goes to rank r, whose message comes into `take[r]`; the own ones are left alone."""

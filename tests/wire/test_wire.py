@@ -19,7 +19,7 @@ from dplab.errors import UsageError, WireError
 from dplab.telemetry.recorder import NULL
 from dplab.wire.collectives import Collectives, Counters
 from dplab.wire.world import Mesh, World, without_shm
-from tests.worlds import in_processes, in_shm, in_threads
+from tests.worlds import ProcessWorld, in_processes, in_shm, in_threads
 
 WORLDS = [pytest.param(in_threads, size, id=f"threads-{size}") for size in (1, 2, 3, 4)] + [
     pytest.param(in_processes, size, id=f"gloo-{size}") for size in (2, 3)] + [
@@ -225,6 +225,28 @@ def test_a_rank_that_has_ended_is_an_error_at_once_for_who_waits_for_it() -> Non
     with pytest.raises(WireError, match=r"rank 0 left: it has ended while others still wait for it; give every rank "
                                         r"as many batches \(dplab.loader does\)"):
         in_threads(3, body)
+
+
+def test_over_gloo_every_call_after_a_rank_has_gone_is_an_error_that_names_the_call() -> None:
+    def body() -> list[str]:
+        axis, said = wire(), []
+        if axis.rank:
+            os._exit(0)
+        # by the second call gloo knows, and refuses to send
+        for call in (axis.all_reduce, axis.reduce_scatter, axis.all_gather, axis.broadcast):
+            with pytest.raises(WireError) as info:
+                call(torch.ones(4)).wait()
+            said.append(str(info.value))
+        return said
+
+    world = ProcessWorld(2, "gloo")
+    try:
+        said = world.answers(body, dead=[1])[0]
+    finally:
+        world.drop()
+    names = ("all_reduce(sum)", "reduce_scatter", "all_gather", "broadcast(source=0)")
+    for text, name in zip(said, names, strict=True):
+        assert text.startswith(f"{name} of 4 float32 did not end: rank")
 
 
 def test_alone_it_is_a_world_of_one() -> None:
