@@ -120,6 +120,7 @@ def test_explain(capsys):
     (["estimate", "--params", "B", "--world-size", "2"], "argument --params: 'B' is not a number"),
     (["explain", "torch:ddp"], "'torch:ddp' is another system and no strategy of dplab; dplab compare ddp torch:ddp"),
     (["estimate", "--params", "1e9", "--world-size", "2", "--strategy", "deepspeed:2"], "'deepspeed:2' is another sys"),
+    (["train", "--strategy", "torch:fsdp2+bf16"], "dplab compare ddp torch:fsdp2 measures it beside them, by itself"),
     (["train", "--strategy", "torch:fsdp2"], "'torch:fsdp2' is another system and no strategy of dplab"),
     (["estimate", "--params", "1e9", "--world-size", "2", "--layers", "2", "--hidden", "8", "--sequence", "8",
       "--no-flash"], "--no-flash needs --heads"),

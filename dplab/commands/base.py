@@ -121,8 +121,10 @@ def parameters(text: str) -> float:
 def strategy_name(text: str) -> str:
     """The text itself; UsageError where it names another system, which only `compare` runs."""
     if text in PEERS or text.partition(":")[0] in {name.partition(":")[0] for name in (*PEERS, "deepspeed:")}:
-        raise UsageError(f"{text!r} is another system and no strategy of dplab; dplab compare ddp {text} measures it "
-                         f"beside them")
+        name, joined, _ = text.partition("+")
+        alone = ", by itself" if joined else ""
+        raise UsageError(f"{text!r} is another system and no strategy of dplab; dplab compare ddp {name} measures it "
+                         f"beside them{alone}")
     return text
 
 

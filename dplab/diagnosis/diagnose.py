@@ -44,4 +44,6 @@ def _summary(facts: Facts) -> str:
     if not facts.steps:
         return "no step has ended yet on every rank, so there is nothing to judge"
     busy = f"{facts.compute / facts.step:.0%} computing, {facts.exposed / facts.step:.0%} waiting for the wire"
-    return f"{facts.steps} steps on {facts.world_size} ranks, {facts.step:.1f} ms each: {busy}"
+    steps, ranks = (f"{count} {what}{'' if count == 1 else 's'}" for count, what in (
+        (facts.steps, "step"), (facts.world_size, "rank")))
+    return f"{steps} on {ranks}, {facts.step:.1f} ms{' each' if facts.steps > 1 else ''}: {busy}"

@@ -157,7 +157,8 @@ class Strategy:
         if not token:
             raise UsageError(f"strategy {text!r} has nothing behind a '+'; leave that out, or name what is to be added")
         number = re.search(r"(?<![0-9])[0-9]{1,9}$", token)
-        words = [*PRECISIONS, "recompute", "hybrid", *_TOKEN_PARSERS, f"accum{number[0] if number else ''}"]
+        words = [*PRECISIONS, "recompute", "hybrid", f"accum{number[0] if number else ''}",
+                 *(f"{known}={value if equals else '...'}" for known in _TOKEN_PARSERS)]
         allowed = [*PRECISIONS, "accum<N>", "recompute", "hybrid", *(f"{name}=..." for name in _TOKEN_PARSERS)]
         raise UsageError(f"strategy {text!r}: {token!r} is not known{nearest(token, words)}; after the name may stand "
                          f"{', '.join(allowed)}, joined by '+'")
