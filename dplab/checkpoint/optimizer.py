@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from dplab.checkpoint.reading import Stored
 
 STATE, GROUPS = ("optim", "state"), ("optim", "param_groups")
+NUMBERS = frozenset({"mu_product", "eta", "mu"})
+"""What torch's NAdam and ASGD keep as one number a parameter: among 0-dim parameters alone, moments look the same."""
 
 
 class OptimizerState:
@@ -150,7 +152,8 @@ class OptimizerState:
         shapes = self._shapes()
         paths = [path for path in stored.under(*STATE) if len(path) == 4 and str(path[2]) in shapes]
         single = {str(path[3]) for path in paths if stored.shape(path) != shapes[str(path[2])]}
-        return {str(path[3]) for path in paths} - single - {"step"}
+        wide = {str(path[3]) for path in paths if stored.shape(path)}
+        return {str(path[3]) for path in paths} - single - {"step"} - (NUMBERS - wide)
 
     def _shapes(self) -> dict[str, Shape]:
         return {self._name(bucket, slot): bucket.layout.slots[slot].shape

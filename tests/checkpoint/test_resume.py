@@ -64,6 +64,35 @@ def uninterrupted() -> dict[str, torch.Tensor]:
     return in_threads(1, run, odd(), "ddp", (0, 4), optimizer=two_groups)[0]
 
 
+class Line(nn.Module):
+    """Two 0-dim parameters and no others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slope, self.height = nn.Parameter(torch.tensor(0.5)), nn.Parameter(torch.tensor(0.7))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.slope * x + self.height
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero2"])
+@pytest.mark.parametrize("kind", [torch.optim.NAdam, torch.optim.ASGD, torch.optim.AdamW])
+def test_numbers_and_moments_of_0_dim_parameters_are_told_apart(
+        kind: type[torch.optim.Optimizer], strategy: str, tmp_path: Path) -> None:
+    def body(resumed: bool) -> dict[str, torch.Tensor]:
+        engine = wrap(Line(), strategy, kind)
+        for step in range(4):
+            if step == 2 and resumed:
+                engine.save(tmp_path / "line")
+                engine = wrap(Line(), strategy, kind)
+                engine.load(tmp_path / "line")
+            engine.backward(engine(torch.arange(3.0) + step).square().mean())
+            engine.step()
+        return engine.full_state_dict()
+
+    assert same(in_threads(2, body, True)[0], in_threads(2, body, False)[0])
+
+
 @pytest.mark.parametrize(("before", "after"), list(itertools.product(NAMES, NAMES)))
 def test_h33_every_strategy_into_every_other_on_more_and_fewer_ranks(before: str, after: str, tmp_path: Path) -> None:
     model, whole = odd(), uninterrupted()
