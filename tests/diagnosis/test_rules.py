@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dplab.diagnosis.diagnose import findings
+from dplab.diagnosis.diagnose import findings, judged
 from dplab.diagnosis.facts import gather
 from dplab.diagnosis.findings import Diagnosis, Finding
 from dplab.telemetry.events import Event
@@ -59,6 +59,14 @@ def only(kind: str, *args: Any, **kwargs: Any) -> Finding:
 def test_a_good_run_has_no_finding() -> None:
     assert found() == []
     assert found(1, exposed=0.0, buckets=0) == []
+
+
+@pytest.mark.parametrize(("ranks", "steps", "said"), [(1, 1, "1 step on 1 rank, 100.0 ms: "),
+                                                      (2, 3, "3 steps on 2 ranks, 100.0 ms each: ")])
+def test_the_summary_counts(ranks: int, steps: int, said: str) -> None:
+    events = [event for index in range(steps) for rank in range(ranks) for event in step(rank, index, **GOOD)]
+    facts = gather(events, world_size=ranks, strategy="ddp", cores=8)
+    assert judged(facts, "run").summary.startswith(said)
 
 
 MORE = "a larger micro-batch, or more of them a window: as much is sent for more samples"
