@@ -81,10 +81,11 @@ class FlatLayout:
         start, stop = max(slot.start, low), min(slot.stop, high)
         return (start - low, stop - low) if start < stop else (0, 0)
 
-    def within(self, index: int) -> tuple[Slot, ...]:
-        """The slots of shard `index`, placed in that shard; one that the shard's bounds cut is a stretch, of (n,)."""
-        parts = [(slot, *self.owned(slot, index)) for slot in self.slots]
-        return tuple(Slot(slot.name, slot.shape if stop - start == slot.numel else (stop - start,), start)
+    def within(self, index: int, pieces: int) -> tuple[Slot, ...]:
+        """The slots of one of so many equal pieces, placed in it; one that its bounds cut is a stretch, of (n,)."""
+        low, high = self.numel // pieces * index, self.numel // pieces * (index + 1)
+        parts = [(slot, max(slot.start, low), min(slot.stop, high)) for slot in self.slots]
+        return tuple(Slot(slot.name, slot.shape if stop - start == slot.numel else (stop - start,), start - low)
                      for slot, start, stop in parts if start < stop)
 
 

@@ -177,9 +177,9 @@ class Checkpoints:
         return self._calls.tell(value, what="manager.load()", limit=limit)
 
     def _end_last(self) -> None:
-        """The save under way comes first; one that failed is told now."""
+        """The save under way comes first; one that failed is told now, unless its own `wait()` has told."""
         last, self._last = self._last, None
-        if last is not None:
+        if last is not None and not last.told:
             last.wait()
 
     def _refuse_inside(self, what: str) -> None:

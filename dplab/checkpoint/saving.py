@@ -146,6 +146,8 @@ class Saving:
         self.place, self.taken = place, taken
         self._work = work
         self._error: Exception | None = None
+        self.told = False
+        """whether somebody has waited and heard why it failed"""
         self._thread: threading.Thread | None = None
         if work is not None:
             # no daemon: a program that ends waits for its last checkpoint
@@ -162,6 +164,7 @@ class Saving:
         if self._thread is not None:
             self._thread.join()
         if self._error is not None:
+            self.told = True
             raise self._error
 
     def _run(self) -> None:

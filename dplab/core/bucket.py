@@ -64,9 +64,10 @@ class Bucket:
             self.grads = grads.Sharded(self.layout, shard, replicate, pool=pool, dtypes=self.dtypes,
                                        device=self.device, home=home)
         if self.mesh.codec is not None and self.grads.reducer.size > 1:
-            # of two axes it sums along the second what the first has left of this rank's shard
-            cut = shard.size > 1 and replicate.size > 1
-            self.grads.codec = self.mesh.codec(self.layout.within(shard.rank) if cut else self.layout.slots)
+            # of two axes it sums along the second what the first has left to this rank
+            first = shard if shard.size > 1 and replicate.size > 1 else replicate.before
+            self.grads.codec = self.mesh.codec(self.layout.slots if first is None else
+                                               self.layout.within(first.rank, first.size))
 
     @property
     def label(self) -> str:

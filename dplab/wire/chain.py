@@ -67,7 +67,8 @@ class TwoLevel(Collectives):
 
     def __init__(self, whole: Collectives, inside: Collectives, across: Collectives) -> None:
         super().__init__(whole.transport, whole.counters, whole.recorder, link=whole.link)
-        self.inside, self.across = inside, across
+        self.inside = self.before = inside
+        self.across = across
         self.pieces = inside.size
 
     def all_reduce(self, flat: torch.Tensor, *, op: Op = "sum", purpose: Purpose = "grads",

@@ -58,7 +58,8 @@ class Remembering(Protocol):
 
 MakeCodec = Callable[[Sequence[Slot]], Codec]
 """Makes the codec of a bucket from its parameters: names, shapes and where each starts in the flat buffer that it
-sums. Where a hybrid mesh shards, that is this rank's shard, and of a parameter that its bounds cut its part, (n,)."""
+sums. On a hybrid mesh that is this rank's part of what its host has summed, and of a parameter that its bounds cut a
+stretch, (n,)."""
 
 
 class Quantised:

@@ -187,6 +187,9 @@ class Collectives:
     pieces = 1
     """Into how many equal pieces a tensor must divide that it all-reduces."""
 
+    before: Collectives | None = None
+    """The axis along which it sums gradients first, and no codec does, where there is one."""
+
     def __init__(self, transport: Transport, counters: Counters, recorder: Recorder, *,
                  link: LinkClass | None = None) -> None:
         self.transport, self.counters, self.recorder, self.link = transport, counters, recorder, link

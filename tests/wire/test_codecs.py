@@ -408,8 +408,10 @@ def test_a_codec_sees_the_buckets_slots() -> None:
     assert in_threads(1, body) == [[]]      # alone, nothing travels
 
 
-@pytest.mark.parametrize("name", ["zero1", "zero2"])
-def test_on_a_mesh_that_shards_a_codec_sees_the_slots_of_what_it_sums(name: str) -> None:
+@pytest.mark.parametrize(("name", "mesh"), [("zero1", (2, 2)), ("zero2", (2, 2)),
+                                           ("ddp+hybrid+topology=2x2@100GB/s", None),
+                                           ("zero2+hybrid+topology=2x2@100GB/s", None)])
+def test_where_two_axes_sum_a_codec_sees_the_slots_of_its_own(name: str, mesh: Any) -> None:
     def body() -> list[tuple[str, tuple[int, ...], int]]:
         seen: list[Slot] = []
 
@@ -418,7 +420,7 @@ def test_on_a_mesh_that_shards_a_codec_sees_the_slots_of_what_it_sums(name: str)
             return Plain()
 
         model = torch.nn.Sequential(torch.nn.Linear(16, 40), torch.nn.Linear(40, 8))
-        dplab.parallelize(model, lambda ps: torch.optim.SGD(ps, lr=0.1), name, mesh=(2, 2), codec=make)
+        dplab.parallelize(model, lambda ps: torch.optim.SGD(ps, lr=0.1), name, mesh=mesh, codec=make)
         return [(slot.name, slot.shape, slot.start) for slot in seen]
 
     first = [("1.bias", (8,), 0), ("1.weight", (8, 40), 128), ("0.bias", (40,), 512), ("0.weight", (128,), 640)]
