@@ -178,8 +178,10 @@ class Plans:
         else:
             best = {part: float(value) for part, value in self.best.cost.parts.items()}
             part = max(parts, key=lambda name: parts[name] - best[name])
-            more = (parts[part] - best[part]) * 1e3
-            text = f"{plan.step / self.best.step - 1:.1%} slower than the best: {more:,.1f} ms more in {_WORDS[part]}"
+            more, longer = parts[part] - best[part], plan.step - self.best.step
+            text = f"{plan.step / self.best.step - 1:.1%} slower than the best: " + (
+                f"{more * 1e3:,.1f} ms more in {_WORDS[part]}" if more > longer / 10 else
+                "its parts take no longer, and overlap less")
         if plan.split.recompute and plan.strategy is not None and plan.strategy.recompute == "none":
             text += "; let the model checkpoint its blocks (torch.utils.checkpoint)"
         if plan.pure and plan.mesh is not None:

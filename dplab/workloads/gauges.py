@@ -17,6 +17,7 @@ import torch
 
 import dplab
 from dplab.core import saved
+from dplab.layout import CACHED
 from dplab.telemetry.recorder import NULL
 from dplab.wire.collectives import Collectives, Counters, Pending
 from dplab.wire.world import World, adopt
@@ -160,9 +161,11 @@ def _saved_bytes() -> int:
 def _optimizer(bench: _Bench) -> list[dict[str, Any]]:
     rows = []
     for numel in OPTIMIZED:
-        param = torch.nn.Parameter(torch.randn(numel))
-        param.grad = torch.randn(numel)
-        stepper = torch.optim.AdamW([param], lr=1e-6)
+        # cut as an engine cuts what a rank steps
+        params = [torch.nn.Parameter(part) for part in torch.split(torch.randn(numel), CACHED)]
+        for param in params:
+            param.grad = torch.randn(param.numel())
+        stepper = torch.optim.AdamW(params, lr=1e-6)
         rows.append({"parameters": numel, "seconds": bench.seconds(stepper.step)})
     return rows
 

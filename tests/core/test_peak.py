@@ -24,9 +24,10 @@ UNIT = WIDTH * WIDTH * 4
 
 
 def tensors() -> list[torch.Tensor]:
-    """Every tensor with memory that Python's collector knows."""
+    """Every tensor with one piece of memory that Python's collector knows."""
     gc.collect()
-    return [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor) and not each.is_meta]
+    return [each for each in gc.get_objects()
+            if issubclass(type(each), torch.Tensor) and not each.is_meta and each.layout is torch.strided]
 
 
 def bytes_of(held: Iterable[torch.Tensor]) -> int:

@@ -51,6 +51,17 @@ def test_plans_keep_the_contract(llama):
     assert "slower than the best" in told["plans"][1]["why"]
 
 
+def test_a_plan_is_slower_by_a_part_that_takes_longer_or_overlaps_less():
+    """16 GPUs on two nodes: hybrid ZeRO-3 and ZeRO-2 have the same parts, and a tenth of a percent between them."""
+    plans = plan("llama-7b", "16xH100-SXM-80GB", 512 * 2048)
+    for each in plans.plans[1:]:
+        why = plans.why(each)
+        told = re.search(r"% slower than the best: (?:([\d,.]+) ms more in \w|its parts take no longer)", why)
+        assert told, why
+        if told[1]:
+            assert float(told[1].replace(",", "")) > 100 * (each.step - plans.best.step)
+
+
 def test_text_names_units_and_says_predicted(llama):
     text = str(llama)
     assert "predicted" in text
