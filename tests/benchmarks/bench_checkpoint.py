@@ -9,9 +9,10 @@ both sides into memory that training goes on with: weights and state are put in 
 loaded of the weights is gathered. `blocks` is how long a save beside training holds the program up: in the call, and
 before the optimizer steps next, after a forward and backward of 64 rows.
 
-Three runs of nine rounds on two busy cores: one rank, save / torch.save synced 0.84, 1.01, 1.25 (unsynced 1.24, 1.83,
-2.03), load / torch.load 0.89, 0.98, 1.46; two ranks, save 0.81, 0.81, 1.18 (unsynced 0.89, 1.35, 1.54), load 1.04,
-1.10, 1.13.
+Seven rounds on two quiet cores: one rank, save / torch.save 1.00 (synced 0.76), load / torch.load 0.78; in bf16 with
+masters 1.09 (0.84) and 1.01; two ranks 0.90 (0.71) and 1.14. A save beside training blocks for 20 ms, 0.08 to 0.11 of
+one that is waited for, which takes 0.2 s for 216 MB. On busy cores save 0.81 to 1.25 synced and up to 2.03 unsynced,
+load 0.89 to 1.46.
 """
 
 from __future__ import annotations

@@ -150,20 +150,22 @@ def test_nothing_is_seen_before_the_links_have_carried_it_and_the_span_says_when
             assert took >= theirs
 
 
-def shared_card(topology: Topology) -> float:
-    """Ranks 0, 2 and 1, 3 all-reduce at once: their groups differ and their cards do not."""
+def shared_card(topology: Topology) -> tuple[int, int]:
+    """Ranks 0, 2 and 1, 3 all-reduce at once: their groups differ and their cards do not. From when to when, in ns."""
     mesh = Mesh.of(dplab.init(), (2, 2), topology=topology)
     mesh.world.barrier()
     begun = now()
     mesh.replicate.all_reduce(torch.ones(250)).wait()
     mesh.world.barrier()
-    return (now() - begun) * 1e-9
+    return begun, now()
 
 
 @pytest.mark.parametrize("where", WORLDS)
 def test_a_card_is_shared_by_all_groups_of_a_host(where: Any) -> None:
     one = MILLI.seconds("all_reduce", 1000, [0, 2])
-    assert min(where(4, shared_card, MILLI)) >= 2 * one
+    begun, ended = zip(*where(4, shared_card, MILLI), strict=True)
+    # a rank may come out of the first barrier after another has begun
+    assert (min(ended) - min(begun)) * 1e-9 >= 2 * one
 
 
 def resting(topology: Topology) -> tuple[float, float]:
