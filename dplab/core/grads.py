@@ -116,13 +116,11 @@ class _Role:
         part = self._part(bucket, filled)
         if self.codec is not None and self.replicate.size == 1:
             return self._told(Chain(self.codec.reduce_scatter(buffer, summed, self.shard.of(part))), part)
-        if self.shard.size == 1 and self.replicate.size > 1:
-            if summed.data_ptr() != buffer.data_ptr():
-                summed.copy_(buffer)
-            return self._across(summed, part)
         scattered = self.shard.reduce_scatter(buffer, summed, bucket=bucket, filled=filled)
         if self.replicate.size == 1:
             return scattered
+        if self.shard.size == 1:
+            return self._across(summed, part)
         if not last and (self.inside or not self.holds):
             self.inside = True
             return scattered
@@ -139,19 +137,22 @@ class _Role:
         return Part("grads", bucket, filled, row="reduce_scatter" if self.replicate.size == 1 else "all_reduce")
 
     def _across(self, summed: torch.Tensor, part: Part) -> Pending:
+        steps = self._crossing(summed, part)
+        return next(steps) if self.codec is None else self._told(Chain(steps), part)
+
+    def _crossing(self, summed: torch.Tensor, part: Part) -> Iterator[Pending]:
+        """The all-reduce along the replicate axis; without a codec it is one collective."""
         if self.codec is None:
-            return self.replicate.all_reduce(summed, bucket=part.bucket, filled=part.filled)
-        return self._told(Chain(self.replicate.coded(self.codec, summed, part)), part)
+            yield self.replicate.all_reduce(summed, bucket=part.bucket, filled=part.filled)
+        else:
+            yield from self.replicate.coded(self.codec, summed, part)
 
     def _summed_up(self, scattered: Pending, summed: torch.Tensor, part: Part) -> Iterator[Pending]:
         """The all-reduce of what a reduce-scatter has left, once it is over."""
         yield scattered
         if self._joined:
             summed.add_(self._kept())
-        if self.codec is None:
-            yield self.replicate.all_reduce(summed, bucket=part.bucket, filled=part.filled)
-        else:
-            yield from self.replicate.coded(self.codec, summed, part)
+        yield from self._crossing(summed, part)
 
     def _told(self, chain: Chain, part: Part) -> Chain:
         """The row of the collective tells the codec's last error, as far as it measures one."""

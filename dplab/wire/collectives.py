@@ -20,6 +20,7 @@ import torch
 
 from dplab.telemetry.recorder import Recorder, now
 from dplab.topology import LinkClass
+from dplab.wire.calls import words
 
 if TYPE_CHECKING:
     from dplab.wire.codec import Codec
@@ -38,13 +39,6 @@ class Work(Protocol):
 
     def wait(self) -> None:
         """Returns when the result is in place; raises WireError if it never will be."""
-
-
-@runtime_checkable
-class Nudged(Protocol):
-    """A work that can go on before it is waited for."""
-
-    def nudge(self) -> None: ...
 
 
 def summable(part: torch.Tensor) -> torch.Tensor:
@@ -109,9 +103,11 @@ class Pending:
 
     def nudge(self) -> None:
         """The program has come so far that the next one may be due: called at the same points on every rank."""
-        if isinstance(self._work, Nudged):
+        # few works can go on before they are waited for; to ask a protocol would take a hundred times as long
+        nudge = getattr(self._work, "nudge", None)
+        if nudge is not None:
             asked = now()
-            self._work.nudge()
+            nudge()
             self._blocked += now() - asked
 
     def wait(self) -> None:
@@ -175,7 +171,7 @@ class Counters:
         return self.rows.setdefault(name if purpose in ("grads", "params") else purpose, {"count": 0, "bytes": 0})
 
     def note(self, name: str, flat: torch.Tensor, label: str) -> None:
-        call = f"{name} of {flat.numel()} {str(flat.dtype).removeprefix('torch.')} for {label or 'nobody'}"
+        call = words(name, flat, label or "nobody")
         self.digest = zlib.crc32(call.encode(), self.digest)
         if len(self.issued) < self.LONGEST:
             self.issued.append(call)
@@ -212,7 +208,7 @@ class Collectives:
         """
         own = self.segment(flat)
         target = own if out is None else out
-        if self.size == 1 and target is not own:
+        if self.size == 1 and target.data_ptr() != own.data_ptr():
             target.copy_(own)
         return self._issue("reduce_scatter", lambda: self.transport.reduce_scatter(flat, target), flat, 1,
                            Part("grads", bucket, filled))

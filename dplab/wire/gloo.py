@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from dplab.errors import WireError
 from dplab.telemetry.recorder import now
+from dplab.wire.calls import labelled, words
 from dplab.wire.collectives import Op, Work, reduced
 
 PATIENCE = 2
@@ -142,35 +143,37 @@ class GlooTransport:
 
     def broadcast(self, flat: torch.Tensor, source: int) -> Work:
         host, call = flat.cpu(), self._call(f"broadcast(source={source})", flat)
-        self._begin(call, iter([[]])).wait()
+        self._meet(call)
         work = dist.broadcast(host, group_src=source, group=self.group, async_op=True)
         return GlooWork(call, _followed(iter([[Message(source, work)]]), _copy_back(host, flat)))
 
     def gather_objects(self, value: Any) -> list[Any]:
-        call = Call(self._next(), f"gather_objects for {self.label}" if self.label else "gather_objects")
-        self._begin(call, iter([[]])).wait()
+        self._meet(Call(self._next(), labelled("gather_objects", self.label)))
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value, group=self.group)
         return values
 
     def _call(self, name: str, flat: torch.Tensor) -> Call:
-        words = f"{name} of {flat.numel()} {str(flat.dtype).removeprefix('torch.')}"
-        return Call(self._next(), f"{words} for {self.label}" if self.label else words)
+        return Call(self._next(), words(name, flat, self.label))
 
     def _next(self) -> int:
         self._past.calls += 1
         return self._past.calls
 
-    def _begin(self, call: Call, steps: Steps, finish: Callable[[], None] | None = None) -> GlooWork:
+    def _meet(self, call: Call) -> None:
+        """Returns once all ranks have said that it is their call."""
+        self._begin(call, iter([[]])).wait()
+
+    def _begin(self, call: Call, steps: Steps, finish: Callable[[], object] | None = None) -> GlooWork:
         return GlooWork(call, _followed(self._agreed(call, steps), finish))
 
     def _agreed(self, call: Call, steps: Steps) -> Steps:
         """`steps`, the first of which is sent at once, and looked at when all ranks have said that it is their call."""
         mine = call.encoded()
         theirs = [torch.empty_like(mine) for _ in range(self.size)]
-        words = self._exchange(_WORDS, [mine] * self.size, theirs)
+        told = self._exchange(_WORDS, [mine] * self.size, theirs)
         first = next(steps)
-        yield words
+        yield told
         for rank in self._others():
             if not torch.equal(theirs[rank], mine):
                 self._past.unmet.append(first)
@@ -227,16 +230,12 @@ class GlooTransport:
         return dist.get_global_rank(self.group, rank)
 
 
-def _followed(steps: Steps, finish: Callable[[], None] | None) -> Steps:
+def _followed(steps: Steps, finish: Callable[[], object] | None) -> Steps:
     yield from steps
     if finish is not None:
         finish()
 
 
-def _copy_back(host: torch.Tensor, flat: torch.Tensor) -> Callable[[], None] | None:
+def _copy_back(host: torch.Tensor, flat: torch.Tensor) -> Callable[[], object] | None:
     """What is left to do where the collective ran on a host copy."""
-    return None if host is flat else functools.partial(_copy, flat, host)
-
-
-def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
-    target.copy_(source)
+    return None if host is flat else functools.partial(flat.copy_, host)

@@ -40,10 +40,10 @@ def leave() -> None:
 
 
 class GroupWork:
-    """Works of torch's, and what is left to do when they have ended (a local sum, a copy to the device)."""
+    """A work of torch's, and what is left to do when it has ended (a local sum)."""
 
-    def __init__(self, works: list[Any], finish: Callable[[], None] | None = None) -> None:
-        self._works, self._finish = works, finish
+    def __init__(self, work: Any, finish: Callable[[], None] | None = None) -> None:
+        self._work, self._finish = work, finish
         self._done_at: int | None = None
 
     @property
@@ -53,14 +53,13 @@ class GroupWork:
         A callback on the work's future would be exact, but runs Python on the backend's thread: one that is
         late meets an interpreter on its way out, and aborts the process.
         """
-        if self._done_at is None and all(work.is_completed() for work in self._works):
+        if self._done_at is None and self._work.is_completed():
             self._done_at = now()
         return self._done_at
 
     def wait(self) -> None:
         try:
-            for work in self._works:
-                work.wait()
+            self._work.wait()
         except RuntimeError as error:
             raise WireError(f"a collective did not end: another rank left it or the link broke ({error})") from error
         if self._finish is not None:
@@ -91,22 +90,22 @@ class NativeTransport:
     def all_reduce(self, flat: torch.Tensor, op: Op) -> Work:
         if op == "sum" and _is_short(flat):
             return self._short_all_reduce(flat)
-        return GroupWork([dist.all_reduce(flat, _OPS[op], group=self.group, async_op=True)])
+        return GroupWork(dist.all_reduce(flat, _OPS[op], group=self.group, async_op=True))
 
     def reduce_scatter(self, flat: torch.Tensor, out: torch.Tensor) -> Work:
         if _is_short(flat):
             return self._summing_reduce_scatter(flat, out)
-        return GroupWork([_reduce_scatter(out, flat, group=self.group, async_op=True)])
+        return GroupWork(_reduce_scatter(out, flat, group=self.group, async_op=True))
 
     def all_gather(self, flat: torch.Tensor) -> Work:
         own = flat.view(self.size, -1)[self.rank]
-        return GroupWork([_all_gather(flat, own, group=self.group, async_op=True)])
+        return GroupWork(_all_gather(flat, own, group=self.group, async_op=True))
 
     def all_to_all(self, flat: torch.Tensor, out: torch.Tensor) -> Work:
-        return GroupWork([dist.all_to_all_single(out, flat, group=self.group, async_op=True)])
+        return GroupWork(dist.all_to_all_single(out, flat, group=self.group, async_op=True))
 
     def broadcast(self, flat: torch.Tensor, source: int) -> Work:
-        return GroupWork([dist.broadcast(flat, group_src=source, group=self.group, async_op=True)])
+        return GroupWork(dist.broadcast(flat, group_src=source, group=self.group, async_op=True))
 
     def gather_objects(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.size
@@ -121,7 +120,7 @@ class NativeTransport:
         def sum_in_rank_order() -> None:
             out.copy_(reduced(list(received.view(self.size, -1)), "sum"))
 
-        return GroupWork([work], sum_in_rank_order)
+        return GroupWork(work, sum_in_rank_order)
 
     def _short_all_reduce(self, flat: torch.Tensor) -> GroupWork:
         """Reduce-scatter with fp32 sums, then all-gather: an all-reduce's bytes, rounded once."""

@@ -19,6 +19,7 @@ import torch
 
 from dplab.errors import WireError
 from dplab.telemetry.recorder import now
+from dplab.wire.calls import labelled, words
 from dplab.wire.collectives import Op, Work, reduced
 
 T = TypeVar("T")
@@ -102,7 +103,7 @@ class ThreadTransport:
         self.hub, self.rank, self.size = hub, rank, hub.size
 
     def _join(self, call: str, value: Any, work: Callable[[list[Any]], None]) -> _Meeting:
-        return self.hub.join(self.rank, f"{call} for {self.label}" if self.label else call, value, work)
+        return self.hub.join(self.rank, labelled(call, self.label), value, work)
 
     def all_reduce(self, flat: torch.Tensor, op: Op) -> Work:
         def reduce(flats: list[torch.Tensor]) -> None:
@@ -110,7 +111,7 @@ class ThreadTransport:
             for each in flats:
                 each.copy_(total)
 
-        return self._join(_call(f"all_reduce({op})", flat), flat.detach(), reduce)
+        return self._join(words(f"all_reduce({op})", flat), flat.detach(), reduce)
 
     def reduce_scatter(self, flat: torch.Tensor, out: torch.Tensor) -> Work:
         def reduce(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
@@ -118,7 +119,7 @@ class ThreadTransport:
             for rank, (_, target) in enumerate(pairs):
                 target.copy_(reduced([each[rank] for each in segments], "sum"))
 
-        return self._join(_call("reduce_scatter", flat), (flat.detach(), out.detach()), reduce)
+        return self._join(words("reduce_scatter", flat), (flat.detach(), out.detach()), reduce)
 
     def all_gather(self, flat: torch.Tensor) -> Work:
         def gather(flats: list[torch.Tensor]) -> None:
@@ -128,7 +129,7 @@ class ThreadTransport:
                     if theirs is not mine:
                         mine[rank].copy_(theirs[rank])
 
-        return self._join(_call("all_gather", flat), flat.detach(), gather)
+        return self._join(words("all_gather", flat), flat.detach(), gather)
 
     def all_to_all(self, flat: torch.Tensor, out: torch.Tensor) -> Work:
         def exchange(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
@@ -136,7 +137,7 @@ class ThreadTransport:
             for rank, (_, target) in enumerate(pairs):
                 target.view(self.size, -1).copy_(torch.stack([each[rank] for each in pieces]))
 
-        return self._join(_call("all_to_all", flat), (flat.detach(), out.detach()), exchange)
+        return self._join(words("all_to_all", flat), (flat.detach(), out.detach()), exchange)
 
     def broadcast(self, flat: torch.Tensor, source: int) -> Work:
         def spread(flats: list[torch.Tensor]) -> None:
@@ -144,7 +145,7 @@ class ThreadTransport:
                 if rank != source:
                     each.copy_(flats[source])
 
-        return self._join(_call(f"broadcast(source={source})", flat), flat.detach(), spread)
+        return self._join(words(f"broadcast(source={source})", flat), flat.detach(), spread)
 
     def gather_objects(self, value: Any) -> list[Any]:
         values: list[Any] = []
@@ -235,7 +236,3 @@ def _no_collector() -> Iterator[None]:
     finally:
         if on:
             gc.enable()
-
-
-def _call(name: str, flat: torch.Tensor) -> str:
-    return f"{name} of {flat.numel()} {str(flat.dtype).removeprefix('torch.')}"

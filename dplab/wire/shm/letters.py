@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from dplab.errors import WireError
+from dplab.wire.calls import dtype_name
 from dplab.wire.shm.channel import LETTER_WORDS, LETTERS, Channel
 from dplab.wire.shm.memory import Place, Segment, Window
 from dplab.wire.shm.operation import advance_all
@@ -108,8 +109,8 @@ class Letters:
         at = self.channel.letters_at + self.channel.rank * LETTER_WORDS + slot * _FIELDS
         fd, serial, nbytes, numel, code = peer.words[at + 2:at + 7].tolist()
         if numel != values.numel() or code != _code(values.dtype):
-            raise WireError(f"rank {peer.rank} sent {numel} {_name(_DTYPES[code])} where rank {self.channel.rank} "
-                            f"receives {_what(values)}: both must be the same")
+            raise WireError(f"rank {peer.rank} sent {numel} {dtype_name(_DTYPES[code])} where rank "
+                            f"{self.channel.rank} receives {_what(values)}: both must be the same")
         if numel:
             values.copy_(Window(peer.pid, Place(serial, fd, nbytes)).cut(0, numel, values.dtype))
 
@@ -147,13 +148,9 @@ class Letters:
 
 def _code(dtype: torch.dtype) -> int:
     if dtype not in _DTYPES:
-        raise WireError(f"{_name(dtype)} cannot be sent; send its bytes (tensor.view(torch.uint8))")
+        raise WireError(f"{dtype_name(dtype)} cannot be sent; send its bytes (tensor.view(torch.uint8))")
     return _DTYPES.index(dtype)
 
 
 def _what(values: torch.Tensor) -> str:
-    return f"{values.numel()} {_name(values.dtype)}"
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    return f"{values.numel()} {dtype_name(values.dtype)}"

@@ -11,6 +11,7 @@ from collections.abc import Callable, Generator, Sequence
 import torch
 
 from dplab.errors import WireError
+from dplab.wire.calls import dtype_name, labelled, words
 from dplab.wire.shm.channel import ENDED, READ, REDUCED, STAGED, Channel, Stage, Ticket
 from dplab.wire.shm.operation import Operation, Steps
 from dplab.wire.shm.peers import Peer
@@ -81,7 +82,7 @@ def _start(channel: Channel, ticket: Ticket, steps: Steps) -> Operation:
 def all_reduce(channel: Channel, flat: torch.Tensor, op: str, label: str = "") -> Operation:
     """`flat` becomes the reduction over all ranks."""
     check(op, flat.dtype)
-    ticket = channel.post(_call(f"all_reduce({op})", flat, label))
+    ticket = channel.post(words(f"all_reduce({op})", flat, label))
     large = flat.numel() * flat.element_size() > 1 << 18
     if channel.size >= SLICED_FROM and large:
         return _start(channel, ticket, _sliced_all_reduce(ticket, flat, op))
@@ -96,7 +97,7 @@ def all_reduce(channel: Channel, flat: torch.Tensor, op: str, label: str = "") -
 def reduce(channel: Channel, flat: torch.Tensor, op: str, root: int) -> Operation:
     """`flat` of rank `root` becomes the reduction over all ranks."""
     check(op, flat.dtype)
-    ticket = channel.post(_call(f"reduce({op}, to rank {root})", flat))
+    ticket = channel.post(words(f"reduce({op}, to rank {root})", flat))
 
     def read(rounds: Rounds, start: int, stop: int) -> None:
         if channel.rank == root:
@@ -107,7 +108,7 @@ def reduce(channel: Channel, flat: torch.Tensor, op: str, root: int) -> Operatio
 
 def broadcast(channel: Channel, flat: torch.Tensor, root: int, label: str = "") -> Operation:
     """`flat` becomes rank `root`'s."""
-    ticket = channel.post(_call(f"broadcast(from rank {root})", flat, label))
+    ticket = channel.post(words(f"broadcast(from rank {root})", flat, label))
 
     def read(rounds: Rounds, start: int, stop: int) -> None:
         for peer in channel.peers:
@@ -128,11 +129,11 @@ def exchange(channel: Channel, name: str, give: Sequence[torch.Tensor], take: Se
     dtype = give[0].dtype
     if op:
         check(op, dtype)
-    text = f"{name} of {numel} {_name(dtype)}" if even else f"{name} of {_name(dtype)}"
+    text = f"{name} of {numel} {dtype_name(dtype)}" if even else f"{name} of {dtype_name(dtype)}"
     size = dtype.itemsize
     sent = [piece.numel() * size for piece in (list(give) * channel.size if len(give) == 1 else give)]
     due = [piece.numel() * size for piece in (list(take) * channel.size if op else take)]
-    ticket = channel.post(f"{text} for {label}" if label else text, splits=() if even else sent + due)
+    ticket = channel.post(labelled(text, label), splits=() if even else sent + due)
     own = channel.rank if len(give) > 1 else 0
     # what stays here need not be staged, unless all ranks read the same
     staged = [None if len(give) > 1 and region == own else piece for region, piece in enumerate(give)]
@@ -259,12 +260,3 @@ def _longest(ticket: Ticket) -> Generator[int, None, int]:
                 raise WireError(f"rank {source} gives rank {target} {sent} bytes where rank {target} has room for "
                                 f"{due} in {ticket.words}: the splits of both must agree")
     return max(max(sent) for sent, _ in told)
-
-
-def _call(name: str, flat: torch.Tensor, label: str = "") -> str:
-    call = f"{name} of {flat.numel()} {_name(flat.dtype)}"
-    return f"{call} for {label}" if label else call
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from dplab.errors import WireError
+from dplab.wire.calls import dtype_name
 
 CHUNK = 1 << 17
 """Values that are taken through all ranks before the next ones, so that the sum stays in the cache."""
@@ -23,7 +24,7 @@ def check(op: str, dtype: torch.dtype) -> None:
     """Refuses a reduction that means nothing for a dtype, before anybody waits for it."""
     real = dtype.is_floating_point or dtype.is_complex
     if (op == "avg" and not real) or (op in ("band", "bor", "bxor") and real):
-        raise WireError(f"{op} of {str(dtype).removeprefix('torch.')} is not defined; averages are of floating-point "
+        raise WireError(f"{op} of {dtype_name(dtype)} is not defined; averages are of floating-point "
                         f"values, bitwise reductions of integers and bool")
 
 

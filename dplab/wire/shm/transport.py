@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from dplab.wire.calls import words
 from dplab.wire.collectives import Op, Work
 from dplab.wire.shm import placed, staged
 from dplab.wire.shm.group import ShmGroup
@@ -64,5 +65,4 @@ class ShmTransport:
         return [pickle.loads(each) for each in gathered]
 
     def _call(self, name: str, flat: torch.Tensor) -> str:
-        call = f"{name} of {flat.numel()} {str(flat.dtype).removeprefix('torch.')}"
-        return f"{call} for {self.label}" if self.label else call
+        return words(name, flat, self.label)
