@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 from dplab.diagnosis.facts import Facts, gather
@@ -10,7 +9,7 @@ from dplab.diagnosis.findings import Diagnosis, Finding
 from dplab.diagnosis.hang import hang
 from dplab.diagnosis.rules import RULES
 from dplab.telemetry.reader import RunReader
-from dplab.telemetry.rundir import ENDED, RunDirectory
+from dplab.telemetry.rundir import RunDirectory
 
 
 def diagnose(path: Path, *, cores: int | None) -> Diagnosis:
@@ -22,8 +21,7 @@ def diagnose(path: Path, *, cores: int | None) -> Diagnosis:
     spec = directory.spec
     facts = gather(RunReader(path).poll(), world_size=directory.world_size, strategy=str(spec.strategy or "") or None,
                    cores=cores)
-    rests = directory.state() in (*ENDED, "paused")
-    return judged(facts, path.name, None if rests else hang(directory, directory.world_size, time.monotonic_ns()))
+    return judged(facts, path.name, hang(directory, directory.world_size, directory.state()))
 
 
 def judged(facts: Facts, run: str, stuck: Finding | None = None) -> Diagnosis:

@@ -10,7 +10,7 @@ from pathlib import Path
 from dplab.diagnosis.findings import Finding
 from dplab.errors import RunError
 from dplab.telemetry.process import Identity
-from dplab.telemetry.rundir import RunDirectory
+from dplab.telemetry.rundir import ENDED, RunDirectory
 from dplab.telemetry.state import RankState
 
 STILL_SECONDS = 5.0
@@ -23,13 +23,15 @@ Stacks = dict[tuple[int, tuple[int, int]], str | None]
 """The stack of a rank by (rank, (step, sequence)) of the place where it stands."""
 
 
-def hang(directory: RunDirectory, world_size: int, now: int, stacks: Stacks | None = None) -> Finding | None:
-    """The finding, or None where some rank has moved within `STILL_SECONDS`. `now`: monotonic ns of this host.
+def hang(directory: RunDirectory, world_size: int, state: str, stacks: Stacks | None = None) -> Finding | None:
+    """The finding, or None where a run in that state rests, or some rank has moved within `STILL_SECONDS`.
 
     All ranks note the same things in the same order, so the rank that has noted least is the one that is missed. It
     is asked for its stack; `stacks` remembers that from look to look, so that it is asked once where it stands.
     """
-    ranks = range(world_size)
+    if state in (*ENDED, "paused"):
+        return None
+    ranks, now = range(world_size), time.monotonic_ns()
     pages = {rank: _page(directory, rank) for rank in ranks}
     standing = [page for page in pages.values() if page is not None]
     if not standing or now - max(page.time for page in standing) < STILL_SECONDS * 1e9:

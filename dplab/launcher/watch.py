@@ -81,9 +81,8 @@ class Watch:
         if not now and findings.told is not None and findings.told.steps and passed < _JUDGED_S:
             return
         self._judged_at = time.monotonic()
-        rests = self.run.state in (*ENDED, "paused")
-        findings.told = findings.judged(None if rests else hang(
-            RunDirectory(self.run.path), self.run.spec.world_size, time.monotonic_ns(), self._stacks))
+        findings.told = findings.judged(hang(
+            RunDirectory(self.run.path), self.run.spec.world_size, self.run.state, self._stacks))
 
     @property
     def behind(self) -> bool:

@@ -171,13 +171,9 @@ class Estimate:
                  for name, text in self.formulas.items() if name in sizes]
         total = (f"{'total':12}{self.total_bytes / unit.decimal:12.3f} {unit.name} = "
                  f"{self.total_bytes / unit.binary:.3f} {unit.binary_name}")
-        return "\n".join([*lines, total, *self._host(f" {unit.name} = ", f" {unit.binary_name}")])
-
-    def _host(self, between: str = "", after: str = "") -> list[str]:
-        """What is not on the device."""
-        size, unit = self.host_bytes, self._unit
-        return [f"{'host':12}{size / unit.decimal:12.3f}{between}{size / unit.binary:{'.3f' if between else '12.3f'}}"
-                f"{after}   in the host's memory"] * bool(size)
+        host = (f"{'host':12}{self.host_bytes / unit.decimal:12.3f} {unit.name} = "
+                f"{self.host_bytes / unit.binary:.3f} {unit.binary_name}   in the host's memory")
+        return "\n".join([*lines, total, *([host] if self.host_bytes else [])])
 
     @property
     def _unit(self) -> Unit:
@@ -206,7 +202,10 @@ class Estimate:
         for name, size in [*self._rows(), ("total", self.total_bytes)]:
             text = f"   {self.formulas.get(name, '')}" if whole else ""
             lines.append(f"{name:12}{size / unit.decimal:12.3f}{size / unit.binary:12.3f}{text}".rstrip())
-        return "\n".join([*lines, *self._host(), f"{'model' if whole else 'formula'}: {self.formula}",
+        if self.host_bytes:
+            lines.append(f"{'host':12}{self.host_bytes / unit.decimal:12.3f}{self.host_bytes / unit.binary:12.3f}"
+                         f"   in the host's memory")
+        return "\n".join([*lines, f"{'model' if whole else 'formula'}: {self.formula}",
                           f"precision: {self.precision}", f"note: {self.note}"])
 
     def __repr__(self) -> str:

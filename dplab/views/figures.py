@@ -82,7 +82,7 @@ def comparison(runs: Mapping[str, Iterable[Event]]) -> list[Chart]:
 
 def _lines(mark: Log) -> list[str]:
     if not mark.prose:
-        return [f"<b>rank {rank}</b> {escape(text[:110])}" for rank, _, text in mark.lines[-_LOG_LINES:]]
+        return [f"<b>rank {rank}</b> {escape(text[:_LETTERS])}" for rank, _, text in mark.lines[-_LOG_LINES:]]
     return [f"<b>{whose}</b> {escape(text)}" for whose, _, text in rows(mark.lines, _LETTERS)]
 
 
