@@ -269,8 +269,10 @@ def test_lab_becomes_jupyterlab_on_the_notebooks_and_passes_the_rest_on(capsys, 
         raise SystemExit(0)
 
     monkeypatch.setattr(os, "execv", become)
+    monkeypatch.setenv("JUPYTER_CONFIG_PATH", "/mine")
     with pytest.raises(SystemExit):
         main(["lab", "--no-browser", "--port", "8890", "--json"])
+    assert os.environ["JUPYTER_CONFIG_PATH"] == f"{resources.folder('data') / 'jupyter'}{os.pathsep}/mine"
     assert json.loads(capsys.readouterr().out)["folder"] == str(resources.folder("notebooks"))
     (command,) = started
     assert command[1:3] == ["-m", "jupyterlab"]

@@ -15,7 +15,9 @@ from dplab.commands.base import Answer, Verbs, verb
 from dplab.errors import UsageError
 
 QUIET = ("--LabApp.news_url=None",)
-"""Nothing is asked about news, whose question would lie over the pictures; a later option of the user's wins."""
+"""No news are fetched; a later option of the user's wins."""
+CONFIG = "jupyter"
+"""The folder of data with JupyterLab's configuration: it does not ask about news, which would lie over the pictures."""
 
 
 def add(verbs: Verbs) -> None:
@@ -31,7 +33,7 @@ def add(verbs: Verbs) -> None:
 
 def lab(args: argparse.Namespace) -> Answer:
     """Copies the notebooks where there is no checkout, then becomes JupyterLab."""
-    from dplab.resources import NOTEBOOKS, copy_notebooks, folder, is_checkout
+    from dplab.resources import DATA, NOTEBOOKS, copy_notebooks, folder, is_checkout
 
     if args.copy_only and args.rest:
         raise UsageError(f"lab --copy-only copies the notebooks into the current folder; "
@@ -59,6 +61,8 @@ def lab(args: argparse.Namespace) -> Answer:
         print(line, file=sys.stderr, flush=True)
     if args.json:
         print(json.dumps(data), flush=True)
+    paths = [str(folder(DATA) / CONFIG), os.environ.get("JUPYTER_CONFIG_PATH", "")]
+    os.environ["JUPYTER_CONFIG_PATH"] = os.pathsep.join(filter(None, paths))
     return _become([sys.executable, "-m", "jupyterlab", *options, str(target)])
 
 
