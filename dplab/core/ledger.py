@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -16,6 +17,7 @@ from dplab.core import saved
 from dplab.core.bucket import Bucket
 from dplab.core.grads import BufferPool
 from dplab.core.optim import OwnedOptimizer
+from dplab.telemetry.events import ALLOCATOR_COUNTS
 
 
 class Ledger:
@@ -32,6 +34,19 @@ class Ledger:
 
     def bytes(self) -> dict[str, int]:
         """Bytes on this rank by category; on CUDA also what the allocator says, and what was offloaded as `host`."""
+        return self._bytes(self._allocator())
+
+    def gauge(self) -> dict[str, int]:
+        """`bytes()`, and on CUDA the allocator's counts (ALLOCATOR_COUNTS): what a run records of its memory."""
+        told = self._allocator()
+        return self._bytes(told) | {name: told[name] for name in ALLOCATOR_COUNTS if name in told}
+
+    def _allocator(self) -> dict[str, Any]:
+        """What CUDA's allocator tells, asked once for all of it, since every question costs; empty elsewhere."""
+        device = self.buckets[0].device
+        return torch.cuda.memory_stats_as_nested_dict(device) if device.type == "cuda" else {}
+
+    def _bytes(self, allocator: dict[str, Any]) -> dict[str, int]:
         away = sum(bucket.params.host_bytes + (0 if bucket.grads is None else bucket.grads.host_bytes)
                    for bucket in self.buckets)
         states = self.optimizer.state_bytes
@@ -48,9 +63,9 @@ class Ledger:
         self.peak = max(self.peak, known)
         if away:
             held["host"] = away + (states if self.optimizer.on_host else 0)
-        device = self.buckets[0].device
-        if device.type == "cuda":
-            allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+        if allocator:
+            allocated, reserved = (int(allocator[f"{name}_bytes"]["all"]["current"]) for name in (
+                "allocated", "reserved"))
             held |= {"other": max(0, allocated - known + self.activations), "allocated": allocated,
                      "reserved": reserved, "fragmentation": reserved - allocated}
         return held

@@ -123,6 +123,6 @@ def _allocator(held: dict[str, int]) -> str:
     text = (f"; CUDA's allocator has {held['allocated'] / MIB:.1f} MiB allocated of {held['reserved'] / MIB:.1f} MiB "
             f"reserved, after {retries} retries")
     if held["fragmentation"] > _FRAGMENTED * held["reserved"]:
-        text += (" (much of it in pieces: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, set at the start, joins "
+        text += (" (much of it in pieces: PYTORCH_ALLOC_CONF=expandable_segments:True, set at the start, joins "
                  "them)")
     return text

@@ -6,10 +6,14 @@ import statistics
 from collections import defaultdict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
-from dplab.telemetry.events import Event
+from dplab.errors import UsageError
+from dplab.specs import Strategy
+from dplab.telemetry.events import ALLOCATOR_COUNTS, Event
 from dplab.telemetry.steps import Step, StepAssembler
 
 WARM_UP = 2
@@ -42,6 +46,10 @@ class RankFacts:
     """bytes by category, as last recorded"""
     limit: float | None = None
     """bytes that there are: of its GPU, or of the host for all ranks"""
+    counts: dict[str, int] = field(default_factory=dict)
+    """by how much each of ALLOCATOR_COUNTS grew over the newest steps; empty where it was not recorded"""
+    counted: int = 0
+    """steps over which they grew"""
 
 
 @dataclass
@@ -55,6 +63,18 @@ class Facts:
     ranks: dict[int, RankFacts] = field(default_factory=dict)
     reductions: list[tuple[int, float]] = field(default_factory=list)
     reductions_a_step: float = 0.0
+
+    @property
+    def parsed(self) -> Strategy | None:
+        """The strategy; None where the run has none, or one of a later version."""
+        try:
+            return None if self.strategy is None else Strategy.parse(self.strategy)
+        except UsageError:
+            return None
+
+    def plus(self, word: str) -> str:
+        """The strategy with a word more: `zero2+recompute`."""
+        return str(Strategy.parse(f"{self.parsed}+{word}"))
 
     @property
     def step(self) -> float:
@@ -82,6 +102,7 @@ class Gathering:
         self._reductions: deque[list[tuple[int, float]]] = deque(maxlen=NEWEST)
         self._samples: dict[tuple[int, str], deque[float]] = defaultdict(lambda: deque(maxlen=NEWEST))
         self._memory: dict[int, dict[str, float]] = {}
+        self._counts: dict[int, deque[tuple[int, ...]]] = defaultdict(lambda: deque(maxlen=NEWEST))
         self._limit: dict[int, float] = {}
 
     def feed(self, event: Event) -> None:
@@ -95,6 +116,8 @@ class Gathering:
             return
         if event.name == "memory":
             self._memory[event.rank] = told
+            if all(name in told for name in ALLOCATOR_COUNTS):
+                self._counts[event.rank].append((event.step, *(int(told[name]) for name in ALLOCATOR_COUNTS)))
             return
         for device in ("cpu", "gpu"):
             if device in told:
@@ -124,7 +147,8 @@ class Gathering:
             medians = np.median(np.array(kept, dtype=np.float64), axis=0).tolist()
             facts.ranks[rank] = RankFacts(
                 **dict(zip(_COLUMNS, medians, strict=True)), cpu=self._device(rank, "cpu"),
-                gpu=self._device(rank, "gpu"), memory=self._memory.get(rank, {}), limit=self._limit.get(rank))
+                gpu=self._device(rank, "gpu"), memory=self._memory.get(rank, {}), limit=self._limit.get(rank),
+                **self._grown(rank))
         if self._reductions:
             kept_reductions = list(self._reductions)[self._warm_up(0):]
             facts.reductions = [one for step in kept_reductions for one in step]
@@ -135,6 +159,17 @@ class Gathering:
         """How many of the steps that are held are left out."""
         held, count = len(self._steps[rank]), self._count[rank]
         return max(0, WARM_UP - (count - held)) if count >= 3 * WARM_UP else 0
+
+    def _grown(self, rank: int) -> dict[str, Any]:
+        """`counts` and `counted` of a rank. The first gauge only tells where they began: what came before it is the
+        building of the model, in which nobody waits for a step."""
+        told = self._counts.get(rank)
+        if told is None:
+            return {}
+        # a process that was started again counts from 0
+        grown = [sum(now - before if now >= before else now for before, now in pairwise(column))
+                 for column in list(zip(*told, strict=True))[1:]]
+        return {"counts": dict(zip(ALLOCATOR_COUNTS, grown, strict=True)), "counted": told[-1][0] - told[0][0]}
 
     def _device(self, rank: int, device: str) -> float | None:
         samples = self._samples.get((rank, device))

@@ -9,12 +9,11 @@ import math
 import statistics
 from collections.abc import Callable
 
+from dplab.diagnosis import memory
 from dplab.diagnosis.facts import Facts, RankFacts
 from dplab.diagnosis.findings import Finding
-from dplab.errors import UsageError
 from dplab.layout import bucket_cap
-from dplab.specs import Placement, Strategy
-from dplab.telemetry.events import CATEGORIES
+from dplab.specs import Placement
 
 COMMUNICATION = 0.30
 DATA = 0.10
@@ -22,14 +21,8 @@ OTHER = 0.10
 STRAGGLER = 0.15
 IMBALANCE = 0.10
 UTILIZATION = 80.0
-FRAGMENTATION = 0.20
 SMALL_BUCKET = 256 << 10
 MANY_BUCKETS = 8
-NEAR = 0.90
-"""Share of a memory from which on it is nearly full."""
-ROOM = 0.80
-"""Share of a memory that may be taken without anything to fear."""
-AGAIN = 0.02
 
 
 def communication(facts: Facts) -> Finding | None:
@@ -46,16 +39,16 @@ def communication(facts: Facts) -> Finding | None:
 
 def _less_wire(facts: Facts) -> tuple[str, float]:
     """The cheapest way to send less a sample, and the part of the waiting that it leaves."""
-    strategy = _strategy(facts)
+    strategy = facts.parsed
     if facts.cores is not None and facts.world_size > facts.cores:
         return (f"run {facts.cores} ranks: {facts.world_size} share {facts.cores} cores, and who waits for a core "
                 f"makes the others wait on the wire"), facts.cores / facts.world_size
     if strategy is not None and strategy.sharding.params is Placement.SHARDED:
         return f"'{strategy}' sends 3u a step and zero2 2u, where its memory allows", 2 / 3
     if strategy is not None and strategy.precision.param is None and strategy.wire is None:
-        return f"'{_with(strategy, 'wire=bf16')}': half the bytes travel, and sums stay fp32", 1 / 2
+        return f"'{facts.plus('wire=bf16')}': half the bytes travel, and sums stay fp32", 1 / 2
     if strategy is not None and strategy.accumulate == 1:
-        return f"'{_with(strategy, 'accum4')}': one synchronisation for four micro-batches", 1 / 4
+        return f"'{facts.plus('accum4')}': one synchronisation for four micro-batches", 1 / 4
     return "a larger micro-batch, or more of them a window: as much is sent for more samples", 1 / 2
 
 
@@ -150,80 +143,10 @@ def utilization(facts: Facts) -> Finding | None:
                             f"step on the wire and {of.data / of.step:.0%} on data")
 
 
-def fragmentation(facts: Facts) -> Finding | None:
-    """The allocator holds memory that no tensor uses."""
-    for rank, of in facts.ranks.items():
-        reserved, unused = of.memory.get("reserved", 0.0), of.memory.get("fragmentation", 0.0)
-        if reserved and unused / reserved > FRAGMENTATION:
-            return Finding(kind="fragmentation",
-                           what=f"{unused / reserved:.0%} of rank {rank}'s GPU memory is fragments",
-                           evidence=f"{reserved / 1e9:.2f} GB reserved, {unused / 1e9:.2f} GB of it in no tensor",
-                           remedy="set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before the start")
-    return None
-
-
-def memory(facts: Facts) -> Finding | None:
-    """Little is left of what there is."""
-    rank, share = max(((rank, _full(facts, of)) for rank, of in facts.ranks.items()), key=lambda each: each[1])
-    if share <= NEAR:
-        return None
-    of, strategy = facts.ranks[rank], _strategy(facts)
-    parts = {name: held for name, held in of.memory.items() if name in CATEGORIES}
-    most = max(parts, key=lambda name: parts[name], default="other")
-    remedy = "a smaller micro-batch, and as many more of them a window (accumulate)"
-    if most == "activations" and strategy is not None and strategy.recompute == "none":
-        remedy = f"'{_with(strategy, 'recompute')}' computes activations again in place of keeping them; or {remedy}"
-    elif most != "activations" and facts.world_size > 1 and strategy is not None and (
-            strategy.sharding.params is not Placement.SHARDED):
-        remedy = "the next stage of ZeRO: zero1 cuts the optimizer's state into pieces, zero2 gradients, zero3 weights"
-    whose, limit = f"rank {rank}'s GPU" if "reserved" in of.memory else "the host", of.limit or 0.0
-    return Finding(kind="memory", what=f"the memory of {whose} is {share:.0%} full", remedy=remedy,
-                   evidence=f"{share * limit / 1e9:.2f} of {limit / 1e9:.2f} GB; of what rank {rank} holds "
-                            f"{most} are the most, {parts.get(most, 0) / 1e9:.2f} GB")
-
-
-def recompute(facts: Facts) -> Finding | None:
-    """Activations are computed again although they would fit."""
-    share = statistics.median(of.recompute for of in facts.ranks.values()) / facts.step
-    if share <= AGAIN:
-        return None
-    fuller = [_full(facts, of, more=True) for of in facts.ranks.values()]
-    if any(of.limit is None for of in facts.ranks.values()) or max(fuller) > ROOM:
-        return None
-    of = max(facts.ranks.values(), key=lambda of: of.dropped)
-    return Finding(kind="recompute", cost=share, gain=share,
-                   what=f"{share:.0%} of a step computes activations again that would fit",
-                   evidence=f"{of.dropped / 1e6:.1f} MB a rank are not kept; with them the memory would be "
-                            f"{max(fuller):.0%} full, of {(of.limit or 0) / 1e9:.2f} GB",
-                   remedy="leave recompute out of the strategy, or keep what is dear: recompute=keep:attention")
-
-
-def _full(facts: Facts, of: RankFacts, *, more: bool = False) -> float:
-    """The share of its memory that is taken, 0 where that is not known; `more`: with what recompute does not keep.
-
-    A GPU is one rank's, by what its allocator has reserved; the host's memory is all ranks'.
-    """
-    if not of.limit:
-        return 0.0
-    ranks = [of] if "reserved" in of.memory else list(facts.ranks.values())
-    return sum(each.memory.get("reserved", each.memory.get("process", 0.0)) + more * each.dropped
-               for each in ranks) / of.limit
-
-
 RULES: tuple[Callable[[Facts], Finding | None], ...] = (
-    communication, small_model, small_buckets, straggler, data, utilization, recompute, fragmentation, memory)
+    communication, small_model, small_buckets, straggler, data, utilization, memory.recompute,
+    memory.retries, memory.fragmentation, memory.nearly_full)
 
 
 def _device(of: RankFacts) -> float | None:
     return of.gpu if of.gpu is not None else of.cpu
-
-
-def _strategy(facts: Facts) -> Strategy | None:
-    try:
-        return None if facts.strategy is None else Strategy.parse(facts.strategy)
-    except UsageError:      # of a later version
-        return None
-
-
-def _with(strategy: Strategy, word: str) -> str:
-    return str(Strategy.parse(f"{strategy}+{word}"))

@@ -304,7 +304,7 @@ class Engine:
             self._recorder.gauge("overflow", value=int(reduction.window.overflow))
         if self._recomputation is not None:
             self._recomputation.settle(self.mesh.world.gather_objects)
-        self._recorder.gauge("memory", **self._ledger.bytes())
+        self._recorder.gauge("memory", **self._ledger.gauge())
         if self._losses:
             total = sum(loss.item() for loss, _ in self._losses)
             self._recorder.gauge("loss", value=total / (sum(weight for _, weight in self._losses) or 1.0))

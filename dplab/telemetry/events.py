@@ -15,7 +15,7 @@ Kinds and what their `attrs` hold (bytes and ns are integers):
 | recompute | the unit's name | `bytes` that its forward did not keep |
 | data | loader | `samples`, `tokens` |
 | checkpoint | save, load | `bytes` |
-| gauge | memory | bytes by category (see CATEGORIES) |
+| gauge | memory | bytes by category (see CATEGORIES); on CUDA also the counts of ALLOCATOR_COUNTS, which a run of an older dplab lacks |
 | gauge | utilization | `cpu` (percent of one core), `gpu`, `gpu_memory`, `power` ...; a name that cannot be measured here is absent |
 | gauge | process | `private` and `resident` bytes of the process; like utilization sampled by the supervisor |
 | gauge | loss | `value`: this rank's mean over the backwards of the window; a run's loss is the mean over ranks |
@@ -34,6 +34,10 @@ from typing import Any, NamedTuple
 CATEGORIES = ("params", "grads", "optimizer", "master", "gathered", "buckets", "activations", "other")
 """Memory by category, in the order in which they are stacked; on CUDA also reserved, allocated, fragmentation, and what
 lies in the host's memory (`host`) under a strategy that offloads."""
+
+ALLOCATOR_COUNTS = ("num_alloc_retries", "num_ooms")
+"""What of a CUDA memory gauge counts and is no size, by torch.cuda.memory_stats' names, since the process began: how
+often cudaMalloc failed, so that all cached blocks were freed and it was asked again, and how often that failed too."""
 
 SCHEMA = 1
 """Version of the run directory's files; a reader refuses a newer one by name."""

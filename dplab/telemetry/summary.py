@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
-from dplab.telemetry.events import Event
+from dplab.telemetry.events import ALLOCATOR_COUNTS, Event
 from dplab.telemetry.pace import Pace, number
 
 _WAITING_STEPS = 256
@@ -110,7 +110,7 @@ class Summary:
         if event.name == "loss":
             self._take_loss(event)
         elif event.name == "memory":
-            self.memory[event.rank] = dict(event.attrs)
+            self.memory[event.rank] = {name: held for name, held in event.attrs.items() if name not in ALLOCATOR_COUNTS}
         elif event.name == "process":
             private = int(number(event, "private") or 0)
             self.peak_private[event.rank] = max(self.peak_private.get(event.rank, 0), private)

@@ -138,7 +138,7 @@ def test_cudas_allocator_and_its_snapshot(monkeypatch: pytest.MonkeyPatch, tmp_p
         raise torch.OutOfMemoryError(CUDA)
     text = str(caught.value)
     assert "CUDA's allocator has 6.0 MiB allocated of 10.0 MiB reserved, after 3 retries" in text
-    assert "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True" in text
+    assert "PYTORCH_ALLOC_CONF=expandable_segments:True" in text
     assert text.endswith(f"The allocator's blocks are in {tmp_path / shortage.SNAPSHOT}.")
     assert (tmp_path / shortage.SNAPSHOT).read_bytes() == b"blocks"
     assert "offload" not in text

@@ -136,9 +136,50 @@ def test_an_idle_device() -> None:
 
 
 def test_fragments_of_gpu_memory() -> None:
-    seen = only("fragmentation", memory={"reserved": 10e9, "allocated": 6e9, "fragmentation": 4e9})
+    held = {"reserved": 10e9, "allocated": 6e9, "fragmentation": 4e9}
+    seen = only("fragmentation", memory=held)
     assert seen.what == "40% of rank 0's GPU memory is fragments"
     assert "expandable_segments:True" in seen.remedy
+    # at a step's end, when the gauge is taken, activations lie in no tensor any more: they are no fragments
+    assert found(memory={**held, "activations": 3e9}) == []
+
+
+def of_allocator(*counts: tuple[int, int], limit: float | None = 80e9, strategy: str = "zero1",
+                 **memory: float) -> list[Finding]:
+    """Two ranks' steps; rank 1's gauges tell so many retries and failures, one pair a step, the last one on."""
+    events = [Event("gauge", "layout", rank, 0, 0, 0, {"limit": limit}) for rank in range(2)]
+    for index in range(12):
+        told = counts[min(index, len(counts) - 1)]
+        for rank in range(2):
+            held = {"reserved": 72e9, "allocated": 70e9, "fragmentation": 2e9, "activations": 1e9, **memory}
+            events += step(rank, index, **GOOD, memory={**held, **dict(zip(
+                ("num_alloc_retries", "num_ooms"), told if rank else (7, 0), strict=True))})
+    return findings(gather(events, world_size=2, strategy=strategy, cores=8))
+
+
+def test_an_allocator_that_had_to_begin_again() -> None:
+    (seen,) = of_allocator((3, 0), (3, 0), (5, 0), (8, 0), optimizer=40e9)
+    assert (seen.kind, seen.cost, seen.gain) == ("allocator-retries", 0.0, None)
+    assert seen.what == "rank 1's GPU ran out of memory 5 times and went on"
+    assert seen.evidence == ("cudaMalloc failed 5 times within 11 steps; each time every cached block was freed, which "
+                             "waits for all kernels, and it was asked again; 72.00 GB are reserved, 90% of the GPU's")
+    assert seen.remedy == ("the next stage of ZeRO: zero1 cuts the optimizer's state into pieces, zero2 gradients, "
+                           "zero3 weights; where much of it is fragments, PYTORCH_ALLOC_CONF=expandable_segments:True, "
+                           "set before the start")
+    (seen,) = of_allocator((0, 0), (1, 1), limit=None)
+    assert seen.what == "rank 1's GPU ran out of memory once and went on"
+    assert "asked again (in vain once); 72.00 GB are reserved" in seen.evidence
+    assert seen.remedy.startswith("'zero1+recompute' computes activations again")
+
+
+def test_retries_of_building_the_model_and_of_a_process_that_is_gone_do_not_count() -> None:
+    assert of_allocator((6, 0)) == []
+    (seen,) = of_allocator((6, 0), (7, 0), (0, 0), (2, 0))      # started again after the second
+    assert "ran out of memory 3 times" in seen.what
+
+
+def test_a_run_that_recorded_no_retries_is_judged_as_before() -> None:
+    assert found(memory={"reserved": 10e9, "allocated": 9e9, "fragmentation": 1e9}) == []
 
 
 def of_memory(strategy: str, limit: float, *, again: float = 0.0, dropped: int = 0,

@@ -48,7 +48,8 @@ def test_memory() -> None:
     def gauge(name: str, rank: int, **values: int) -> Event:
         return Event("gauge", name, rank, 0, 1, 1, values)
 
-    summary = Summary().feed([gauge("memory", 0, params=1), gauge("memory", 0, params=2),
+    summary = Summary().feed([gauge("memory", 0, params=1),
+                              gauge("memory", 0, params=2, num_alloc_retries=3, num_ooms=0),      # counts, no bytes
                               gauge("process", 1, private=9), gauge("process", 1, private=7)])
     assert summary.memory == {0: {"params": 2}}
     assert summary.peak_private == {1: 9}
