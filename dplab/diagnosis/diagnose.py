@@ -31,11 +31,11 @@ def judged(facts: Facts, run: str, stuck: Finding | None = None) -> Diagnosis:
 
 
 def findings(facts: Facts) -> list[Finding]:
-    """What the rules find, the most expensive first."""
+    """What the rules find, the most expensive first; what costs the same in the order of the rules."""
     if not facts.steps:
         return []
     found = [finding for rule in RULES if (finding := rule(facts)) is not None]
-    return sorted(found, key=lambda finding: -finding.cost)
+    return sorted(found, key=lambda finding: -min(finding.cost, 1.0))
 
 
 def _summary(facts: Facts) -> str:

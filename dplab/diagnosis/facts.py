@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from dplab.diagnosis.losses import Losses
 from dplab.errors import UsageError
 from dplab.specs import Strategy
 from dplab.telemetry.events import ALLOCATOR_COUNTS, Event
@@ -63,6 +64,7 @@ class Facts:
     ranks: dict[int, RankFacts] = field(default_factory=dict)
     reductions: list[tuple[int, float]] = field(default_factory=list)
     reductions_a_step: float = 0.0
+    losses: Losses = field(default_factory=lambda: Losses(NEWEST))
 
     @property
     def parsed(self) -> Strategy | None:
@@ -104,9 +106,11 @@ class Gathering:
         self._memory: dict[int, dict[str, float]] = {}
         self._counts: dict[int, deque[tuple[int, ...]]] = defaultdict(lambda: deque(maxlen=NEWEST))
         self._limit: dict[int, float] = {}
+        self._losses = Losses(NEWEST)
 
     def feed(self, event: Event) -> None:
-        """Takes gauges of utilization, memory and the layout, which tells the memory's limit."""
+        """Takes gauges (of utilization, memory, losses, and the layout, which tells the memory's limit) and logs."""
+        self._losses.feed(event)
         if event.kind != "gauge" or event.name not in ("utilization", "memory", "layout"):
             return
         told = {name: value for name, value in event.attrs.items() if isinstance(value, int | float)}
@@ -141,7 +145,7 @@ class Gathering:
 
     def facts(self) -> Facts:
         """What is known by now."""
-        facts = Facts(*self._of, steps=min(self._count.values(), default=0))
+        facts = Facts(*self._of, steps=min(self._count.values(), default=0), losses=self._losses)
         for rank, steps in sorted(self._steps.items()):
             kept = list(steps)[self._warm_up(rank):]
             medians = np.median(np.array(kept, dtype=np.float64), axis=0).tolist()

@@ -6,13 +6,16 @@ import html
 from dataclasses import asdict, dataclass
 from typing import Any
 
+HANG, NOT_FINITE = "hang", "not-finite"
+"""Kinds of findings of which each makes all others idle."""
 NOTHING = "nothing to complain of: no rule found a loss worth a remedy"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """`cost`: share of a step (0 to 1) that it takes. `gain`: share that the remedy is predicted to save; None where
-    nothing can be said. Both 0 to 1 and of the median step; memory findings cost no time."""
+    """`cost`: share (0 to 1) of the median step that it takes, or of all steps where it takes whole ones: 1 where the
+    run hangs or computes no numbers; 0 where no time is lost, or nobody can say how much, as with memory. `gain`: share
+    that the remedy is predicted to save; None where nothing can be said."""
 
     kind: str
     what: str

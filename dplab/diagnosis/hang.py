@@ -7,7 +7,7 @@ import signal
 import time
 from pathlib import Path
 
-from dplab.diagnosis.findings import Finding
+from dplab.diagnosis.findings import HANG, Finding
 from dplab.errors import RunError
 from dplab.telemetry.process import Identity
 from dplab.telemetry.rundir import ENDED, RunDirectory
@@ -47,7 +47,7 @@ def hang(directory: RunDirectory, world_size: int, state: str, stacks: Stacks | 
         remembered[place] = _stack(directory, missing[0])
     stack = remembered[place]
     evidence = "; ".join(f"rank {rank}: {pages[rank] or 'has noted nothing yet'}" for rank in ranks)
-    return Finding(kind="hang", cost=1.0, what=f"nothing has moved for {seconds:.0f} s: {who}",
+    return Finding(kind=HANG, cost=1.0, what=f"nothing has moved for {seconds:.0f} s: {who}",
                    evidence=evidence if stack is None else f"{evidence}; rank {missing[0]} is at\n{stack}",
                    remedy="look at that line: every rank must run the same steps and units; a program that computes "
                           "for so long at a time does not hang")

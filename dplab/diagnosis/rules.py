@@ -9,7 +9,7 @@ import math
 import statistics
 from collections.abc import Callable
 
-from dplab.diagnosis import memory
+from dplab.diagnosis import memory, numbers
 from dplab.diagnosis.facts import Facts, RankFacts
 from dplab.diagnosis.findings import Finding
 from dplab.layout import bucket_cap
@@ -144,8 +144,8 @@ def utilization(facts: Facts) -> Finding | None:
 
 
 RULES: tuple[Callable[[Facts], Finding | None], ...] = (
-    communication, small_model, small_buckets, straggler, data, utilization, memory.recompute,
-    memory.retries, memory.fragmentation, memory.nearly_full)
+    numbers.not_finite, numbers.skipped, communication, small_model, small_buckets, straggler, data, utilization,
+    memory.recompute, memory.retries, memory.fragmentation, memory.nearly_full)
 
 
 def _device(of: RankFacts) -> float | None:

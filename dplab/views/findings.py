@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dplab.diagnosis.diagnose import judged
 from dplab.diagnosis.facts import Gathering
-from dplab.diagnosis.findings import NOTHING, Diagnosis, Finding
+from dplab.diagnosis.findings import HANG, NOT_FINITE, NOTHING, Diagnosis, Finding
 from dplab.telemetry.events import Event
 from dplab.telemetry.steps import Step
 from dplab.views.records import Chart, Log
@@ -55,4 +55,4 @@ def chart(diagnosis: Diagnosis) -> Chart:
     return Chart(key="findings", title="Diagnosis", x_label="", y_label="", marks=marks,
                  value=f"{found} finding{'s' if found > 1 else ''}" if found else "", note=said,
                  caption=diagnosis.summary if diagnosis.steps else "",
-                 alert=any(finding.kind == "hang" for finding in diagnosis.findings))
+                 alert=any(finding.kind in (HANG, NOT_FINITE) for finding in diagnosis.findings))
