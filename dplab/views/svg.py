@@ -28,6 +28,8 @@ _LANES_UP = 14
 """what a chart of lanes saves at its top: it has no unit there"""
 _LETTER = 6.6
 """width of a letter at size 12, a guess: whatever font there is, a little room is left"""
+_LEGEND_LINE, _ENTRY, _WIDE_LETTER = 13, 14, 7
+"""height of a legend's line, room of an entry beside its text, and of a letter of that at size 11 in a wide font"""
 _MAX_POINTS = 300
 _FONT = "font-family='system-ui, sans-serif'"
 
@@ -100,11 +102,11 @@ class _Axis:
         share = (np.asarray(values, dtype=np.float64) - self.low) / (self.high - self.low)
         return np.round(self.start + share * (self.end - self.start), 1)
 
-    def ticks(self, about: int) -> list[float]:
-        """Round values, about as many as asked for; the live board's rule."""
+    def ticks(self, about: int, least: float = 0.0) -> list[float]:
+        """Round values `least` or more apart, about as many as asked for; the live board's rule."""
         raw = (self.high - self.low) / about
         power = 10.0 ** math.floor(math.log10(raw))
-        step = next(nice * power for nice in (1, 2, 5, 10) if nice * power >= 0.75 * raw)
+        step = max(least, next(nice * power for nice in (1, 2, 5, 10) if nice * power >= 0.75 * raw))
         first = math.ceil(self.low / step - 1e-9)
         return [tick * step for tick in range(first, math.floor(self.high / step + 1e-9) + 1)]
 
@@ -147,7 +149,10 @@ def _chart(chart: Chart, height: int, *, small: bool = False, width: int = WIDTH
                      f"{escape(text)}</text>")
     bottom = height - _BOTTOM - 13 * len(caption) - 4 * bool(caption)
     lanes = any(isinstance(mark, Lanes) for mark in chart.marks)
-    x, y = _axes(chart, (_SMALL_TOP if small else _TOP) - _LANES_UP * lanes, bottom)
+    top = _SMALL_TOP if small else _TOP
+    if lanes:
+        top += _LEGEND_LINE * (not small and len(_legend_lines(chart.legend)) > 1) - _LANES_UP
+    x, y = _axes(chart, top, bottom)
     parts.append(_grid(chart, x, y, small=small))
     roles: list[str] = []
     for mark in chart.marks:
@@ -207,7 +212,7 @@ def _grid(chart: Chart, x: _Axis, y: _Axis, *, small: bool) -> str:
         parts.append(f"<text x='{_LEFT - 5}' y='{y.end - 10}' text-anchor='end'>{escape(chart.y_label)}</text>")
     if not bars:
         right = WIDTH - _RIGHT
-        for tick in x.ticks(6):
+        for tick in x.ticks(6, least=1.0 if chart.x_label == "step" else 0.0):      # there is no half of a step
             parts.append(f"<path d='M{x(tick)} {y.end}V{y.start}' stroke='{theme.GRID}'/>")
             if x(tick) < right - _LETTER * len(chart.x_label) - 20:  # the unit stands there
                 parts.append(f"<text x='{x(tick)}' y='{y.start + 14}' text-anchor='middle'>{short(tick, 5)}</text>")
@@ -297,8 +302,15 @@ def _filled(shape: str, role: str, inside: str = "") -> str:
 
 
 def _legend(entries: Sequence[tuple[str, str]]) -> str:
-    """One line of text, so that entries follow each other in whatever font there is."""
-    said = "".join(f"<tspan fill='{theme.color(role)}' dx='{4 * (index > 0)}'>"
-                   f"{'▨' if role in theme.HATCHED else '■'}</tspan> {escape(text)}"
-                   for index, (role, text) in enumerate(entries))
-    return f"<text x='8' y='31'>{said}</text>"
+    """Lines of text, so that entries follow each other in whatever font there is; the second one beside the unit."""
+    return "".join(f"<text x='{_LEFT + 4 if line else 8}' y='{31 + _LEGEND_LINE * line}'>" + "".join(
+        f"<tspan fill='{theme.color(role)}' dx='{4 * (index > 0)}'>{'▨' if role in theme.HATCHED else '■'}</tspan> "
+        f"{escape(text)}" for index, (role, text) in enumerate(said)) + "</text>"
+        for line, said in enumerate(_legend_lines(entries)))
+
+
+def _legend_lines(entries: Sequence[tuple[str, str]]) -> list[list[tuple[str, str]]]:
+    """One line, or two where one would not hold them."""
+    ends = np.cumsum([_ENTRY + _WIDE_LETTER * len(text) for _, text in entries])
+    first = int(np.searchsorted(ends, WIDTH, side="right"))
+    return [list(part) for part in (entries[:first], entries[first:]) if part]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -144,8 +145,28 @@ def test_no_text_is_smaller_than_eleven_pixels():
 
 
 def test_every_legend_fits_beside_its_neighbour():
-    """By the width of a wide font's letters (7 px of 11), the mark and the gap before each entry."""
+    """By the width of a wide font's letters (7 px of 11), the mark and the gap before each entry: also where every
+    number has as many digits as it may."""
     fold = Fold(2)
     fold.feed(run_events(2, 10))
-    for chart in fold.charts():
-        assert sum(7 * len(text) + 14 for _, text in chart.legend) < WIDTH, chart.title
+    charts = [*fold.charts(), *(replace(chart, legend=tuple((role, f"{text} 0.123") for role, text in chart.legend))
+                                for chart in fold.charts() if chart.legend)]
+    wide = 0
+    for chart in charts:
+        said = [(float(text.get("x")), float(text.get("y")), "".join(text.itertext()))
+                for text in ElementTree.fromstring(svg([chart], columns=1)).iter(f"{NAMESPACE}text")
+                if "■" in "".join(text.itertext()) or "▨" in "".join(text.itertext())]
+        entries = [entry.strip() for _, _, line in said for entry in re.split("[■▨]", line)[1:]]
+        assert entries == [text for _, text in chart.legend] or not chart.legend
+        for x, _, line in said:
+            assert x - 8 + sum(7 * len(entry.strip()) + 14 for entry in re.split("[■▨]", line)[1:]) < WIDTH, chart.title
+        wide += len(said) > 1
+    assert wide >= 2
+
+
+def test_steps_are_counted_in_whole_ones():
+    fold = Fold(2)
+    fold.feed(run_events(2, 3))
+    loss = ElementTree.fromstring(svg([fold.loss.chart()], columns=1))
+    assert [text.text for text in loss.iter(f"{NAMESPACE}text") if text.get("text-anchor") == "middle"] == [
+        "1", "2"]                                    # the unit stands at the third
