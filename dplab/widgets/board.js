@@ -6,6 +6,7 @@ const LEFT = 50, RIGHT = 12, TOP = 20, BOTTOM = 22;
 
 function node(tag, className, text) {
   const made = document.createElement(tag);
+  made.dataset.lmSuppressShortcuts = "";   // its keys are its own: of a notebook's, "d" twice deletes the cell
   if (className) made.className = className;
   if (text !== undefined) made.textContent = text;
   return made;
@@ -86,7 +87,7 @@ class Plot {
     c.textBaseline = "alphabetic"; c.fillText(chart.y_label, LEFT - 5, TOP - 10);
     c.textAlign = "center"; c.textBaseline = "top";
     const room = right - c.measureText(chart.x_label).width - 20;
-    for (const tick of ticks(x0, x1, 6)) {
+    for (const tick of ticks(x0, x1, 6, chart.x_label === "step" ? 1 : 0)) {
       c.moveTo(this.x(tick), up); c.lineTo(this.x(tick), bottom);
       if (this.x(tick) < room) c.fillText(short(tick, 5), this.x(tick), bottom + 5);
     }
@@ -162,9 +163,9 @@ function hatch(context) {
   return context.createPattern(hatchTile, "repeat");
 }
 
-function ticks(low, high, about) {
+function ticks(low, high, about, least = 0) {
   const raw = (high - low) / about, power = 10 ** Math.floor(Math.log10(raw));
-  const step = [1, 2, 5, 10].map((nice) => nice * power).find((nice) => nice >= 0.75 * raw);
+  const step = Math.max(least, [1, 2, 5, 10].map((nice) => nice * power).find((nice) => nice >= 0.75 * raw));
   const found = [];
   for (let tick = Math.ceil(low / step - 1e-9); tick <= high / step + 1e-9; tick++) found.push(tick * step);
   return found;
@@ -341,7 +342,7 @@ function header(spec, send, redraw) {
   const rank = menu("rank shown", Array.from({ length: spec.ranks }, (_, r) => [r, `rank ${r}`]), (chosen) => {
     send({ type: "rank", rank: Number(chosen) }); redraw();
   });
-  let asked = "", paused = false;
+  let asked = "", paused = false, wanted = null;
   const ask = (type, waits, more) => { asked = waits; send({ type, ...more }); redraw(); };
   const hold = button("Pause", "the same as run.pause() and run.resume() in a cell",
     () => ask(paused ? "resume" : "pause", paused ? "resuming …" : "pausing …"));
@@ -357,7 +358,6 @@ function header(spec, send, redraw) {
   const past = node("input"), live = button("Live", "the same as board.follow() in a cell", () => seek(null));
   past.type = "range"; past.min = 1; past.title = "the same as board.seek(step) in a cell";
   past.setAttribute("aria-label", "step shown");
-  let wanted = null;
   const seek = (number) => { wanted = number; send({ type: "seek", step: number }); redraw(); };
   past.addEventListener("input", () => seek(Number(past.value)));
   const bar = node("div", "dplab-controls"), said = node("span", "dplab-asked");

@@ -59,6 +59,8 @@ OPENED = """async name => {
 FINDINGS = """() => /^(1 .+\\nseen .+; lost: .+\\ntry .+|.*nothing to complain of)/.test(
   document.querySelector('.dplab-findings pre').textContent)
   && /[0-9]+ steps on 2 ranks/.test(document.querySelector('.dplab-findings figcaption').textContent)"""
+WORD_BREAKS = "() => [...document.querySelectorAll('.dplab-panel pre')].map(pre => getComputedStyle(pre).wordBreak)"
+CELLS = "() => window.jupyterapp.shell.currentWidget.content.widgets.length"
 GONE = "() => !document.querySelector('.dplab-board')"
 COLOURS = """() => [...document.querySelectorAll('.dplab-board canvas')].map(canvas => {
   const pixels = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data, seen = new Set();
@@ -160,8 +162,8 @@ def test_opening_a_notebook_changes_nothing_in_it(lab, page):
     assert changed == []
 
 
-def test_nothing_of_the_board_is_clipped_in_a_small_window(lab, page, tmp_path):
-    """1280 wide with the file browser open, as JupyterLab starts."""
+def test_in_a_small_window_nothing_is_clipped_and_keys_are_the_boards(lab, page, tmp_path):
+    """1280 wide with the file browser open, as JupyterLab starts; in its command mode d twice deletes a cell."""
     page.set_viewport_size({"width": 1280, "height": 1400})
     open_notebook(page, lab, SMALL)
     command(page, "notebook:run-all-cells")
@@ -170,6 +172,18 @@ def test_nothing_of_the_board_is_clipped_in_a_small_window(lab, page, tmp_path):
     words = page.evaluate(CLIPPED)
     assert len(words) >= 5 * 2
     assert [text for text, clipped in words if clipped or not text] == []
+    assert set(page.evaluate(WORD_BREAKS)) == {"normal"}      # JupyterLab's own breaks words anywhere
+
+    page.get_by_label("rank shown").focus()
+    page.keyboard.press("d")
+    page.keyboard.press("d")
+    slider = page.get_by_label("step shown")
+    slider.click()
+    middle = int(slider.input_value())
+    page.keyboard.press("ArrowLeft")
+    page.keyboard.press("ArrowLeft")
+    page.wait_for_function(STEP_IS, arg=middle - 2, timeout=30_000)
+    assert page.evaluate(CELLS) == 3
 
 
 def test_board_follows_theme_rank_reload_and_its_stop_button(lab, page, tmp_path):
