@@ -40,6 +40,8 @@ class Watch:
 
     def _take(self, run: Any) -> None:
         self.run = run
+        self.state: str = run.state
+        """the run's, as of the last `read`: telling it takes several files"""
         self.problem: str | None = None
         """why the run's files could not be read the last time, None where they could"""
         self.notice: str | None = None
@@ -60,6 +62,7 @@ class Watch:
         """Takes what the run has written since the last time, within so many seconds (None: the watch's own)."""
         until = time.monotonic() + (self._seconds if seconds is None else seconds)
         with self._guard:
+            self.state = self.run.state      # first: of a run that is over then all is there to be read
             try:
                 more = True
                 while more and time.monotonic() < until:      # in pieces: a long run would not fit in memory at once
@@ -82,7 +85,7 @@ class Watch:
             return
         self._judged_at = time.monotonic()
         findings.told = findings.judged(hang(
-            RunDirectory(self.run.path), self.run.spec.world_size, self.run.state, self._stacks))
+            RunDirectory(self.run.path), self.run.spec.world_size, self.state, self._stacks))
 
     @property
     def behind(self) -> bool:
@@ -90,8 +93,8 @@ class Watch:
         return bool(self._reader.more)
 
     def over(self) -> bool:
-        """True once the run has ended and everything that it wrote is read."""
-        if self.run.state not in ENDED:
+        """True where the run had ended by the last `read`; then everything that it wrote is read."""
+        if self.state not in ENDED:
             return False
         self.read(float("inf"))  # written between the last read and the end
         return True
@@ -168,10 +171,7 @@ class Watch:
     @property
     def trouble(self) -> str | None:
         """What is wrong, in a sentence; None where nothing is."""
-        return self._trouble(self.run.state)
-
-    def _trouble(self, state: str) -> str | None:
-        return self.problem or self.notice or (self.run.failure if state in ("failed", "damaged") else None)
+        return self.problem or self.notice or (self.run.failure if self.state in ("failed", "damaged") else None)
 
     @property
     def title(self) -> str:
@@ -180,13 +180,13 @@ class Watch:
         ranks = f"{spec.world_size} rank{'s' if spec.world_size > 1 else ''}"
         label = f"{spec.label}: " if spec.label else ""
         past = "" if self.step is None else f", as after step {self.step}"
-        return f"{label}{spec.strategy or 'its own strategy'}, {ranks}, {self.run.state}{past}"
+        return f"{label}{spec.strategy or 'its own strategy'}, {ranks}, {self.state}{past}"
 
     def head(self) -> Head:
         """The line above: state, facts, what is wrong."""
-        spec, state = self.run.spec, self.run.state      # read once: it takes several files
+        spec = self.run.spec
         label = (("run", spec.label),) if spec.label else ()
-        return Head(state=state, problem=self._trouble(state), facts=(
+        return Head(state=self.state, problem=self.trouble, facts=(
             *label, ("strategy", spec.strategy or "its own"), ("ranks", str(spec.world_size)), *self._restarted(),
             *self.shown.status().facts()))
 

@@ -26,7 +26,8 @@ def damaged(path: Path, what: str) -> RunError:
 def read_json(path: Path) -> Any:
     """A JSON file's value, None where there is no file; files are renamed into place, so never half."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        with open(path, "rb") as file:
+            return json.loads(file.read())
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import sys
 import time
@@ -129,6 +130,7 @@ def _created(pid: int) -> float | None:
         return None
 
 
+@functools.cache
 def boot() -> str:
     """What tells this running kernel from every other one, containers included; empty where only Linux would tell."""
     return _BOOT.read_text().strip() if LINUX else ""

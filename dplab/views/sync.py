@@ -45,17 +45,19 @@ class SyncPanel:
     def __init__(self, world_size: int) -> None:
         self._ranks = range(min(world_size, SHOWN_RANKS))
         self._steps: dict[int, deque[Step]] = {rank: deque(maxlen=KEPT_STEPS) for rank in self._ranks}
+        self._newest: list[Step] | None = []
+        """the newest complete step, rank by rank; None: to be looked for"""
 
     def feed(self, step: Step) -> None:
         """Takes a finished step."""
         if step.rank in self._steps:
             self._steps[step.rank].append(step)
+            self._newest = None
 
     @property
     def step(self) -> int | None:
         """Index of the newest step that all (shown) ranks have finished."""
-        common = set.intersection(*({step.index for step in steps} for steps in self._steps.values()))
-        return max(common, default=None)
+        return self._latest()[0].index if self._latest() else None
 
     def overlap(self) -> float | None:
         """1 - exposed / total over the collectives of the newest complete step; None where nothing was sent."""
@@ -79,10 +81,12 @@ class SyncPanel:
             note=value if overlap is None else f"{value}; {DEFINITION}")
 
     def _latest(self) -> list[Step]:
-        index = self.step
-        if index is None:
-            return []
-        return [next(step for step in steps if step.index == index) for steps in self._steps.values()]
+        if self._newest is None:
+            common = set.intersection(*({step.index for step in steps} for steps in self._steps.values()))
+            newest = max(common, default=None)
+            found = {step.rank: step for steps in self._steps.values() for step in steps if step.index == newest}
+            self._newest = list(found.values())
+        return self._newest
 
 
 def lanes(steps: list[Step]) -> Lanes:

@@ -165,8 +165,12 @@ def test_a_board_nobody_holds_any_more_ends_its_thread(run, monkeypatch):
     board._ipython_display_()
     assert board_threads()
     del board
-    gc.collect()
-    until(lambda: not board_threads())
+
+    def ended() -> bool:
+        gc.collect()      # again: a tick that goes on holds it
+        return not board_threads()
+
+    until(ended)
 
 
 def test_where_nobody_watches_there_is_a_picture_and_no_comm_and_no_thread(run, comms, shown):
@@ -269,22 +273,23 @@ def test_findings_are_told_every_two_seconds_at_most_and_at_the_end(run, monkeyp
 
     now = 1000.0
     monkeypatch.setattr(module.time, "monotonic", lambda: now)
+    run.emitted += [event for rank in range(2) for event in step_events(rank, 5)]
     watch = Watch(run, patient=False)
     watch.read()
     first = watch.fold.findings.told
     assert first is not None
-    run.emitted += step_events(0, 5)
-    run.emitted += step_events(1, 5)
+    run.emitted += [event for rank in range(2) for event in step_events(rank, 6)]
     now += 1.9
     watch.read()
     assert watch.fold.findings.told is first
     now += 0.2
     watch.read()
-    assert watch.fold.findings.told.summary.startswith("6 steps on 2 ranks")
-    run.emitted += [event for rank in range(2) for event in step_events(rank, 6)]
-    run.state = "finished"
-    assert watch.over()
     assert watch.fold.findings.told.summary.startswith("7 steps on 2 ranks")
+    run.emitted += [event for rank in range(2) for event in step_events(rank, 7)]
+    run.state = "finished"
+    watch.read()
+    assert watch.over()
+    assert watch.fold.findings.told.summary.startswith("8 steps on 2 ranks")
 
 
 def test_a_run_that_hangs_says_which_rank_is_missed(tmp_path, monkeypatch):
