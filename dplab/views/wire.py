@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -24,14 +25,16 @@ _TOLERANCE = 0.02
 class WirePanel:
     """Bytes that each rank sent in its newest step, and those that `dplab.explain` predicts from what it holds.
 
-    The prediction takes the run's strategy and reads the number of parameters off the memory gauge; it counts
-    them as trained, all of them, and models in fp32 where the strategy casts nothing.
+    The prediction takes the run's strategy, reads the number of parameters off the memory gauge and off the layout
+    which of them are trained (without one all are); models count in fp32 where the strategy casts nothing.
     """
 
     def __init__(self, world_size: int, strategy: str | None) -> None:
         self._world_size = world_size
         self._sent: dict[int, dict[str, int]] = {}
         self._params: dict[int, int] = {}
+        self._trained = 1.0
+        """share of the parameters' bytes"""
         self._told: dict[int, dict[str, float] | None] = {}
         """what theory says, by bytes of parameters"""
         try:
@@ -40,9 +43,14 @@ class WirePanel:
             self._strategy = None
 
     def feed(self, event: Event) -> None:
-        """Takes memory gauges."""
-        if event.kind == "gauge" and event.name == "memory":
+        """Takes memory gauges, and the layout of rank 0, which tells what is trained."""
+        if event.kind != "gauge":
+            return
+        if event.name == "memory":
             self._params[event.rank] = int(event.attrs.get("params", 0))
+        elif event.name == "layout" and "buckets" in event.attrs:
+            self._trained = _trained(event.attrs["buckets"])
+            self._told.clear()
 
     def feed_step(self, step: Step) -> None:
         """Takes a finished step."""
@@ -61,13 +69,16 @@ class WirePanel:
         return self._told[held]
 
     def _theory(self, strategy: Strategy, held: int) -> dict[str, float] | None:
+        cut = strategy.sharding.params is Placement.SHARDED
         try:
-            if strategy.sharding.params is Placement.SHARDED:
-                held *= per_host(strategy, self._world_size)
-            return explain(strategy, held // DTYPE_BYTES[strategy.precision.param or "fp32"],
-                           self._world_size).bytes_sent
+            numel = held * (per_host(strategy, self._world_size) if cut else 1) // DTYPE_BYTES[
+                strategy.precision.param or "fp32"]
+            sent = dict(explain(strategy, round(self._trained * numel), self._world_size).bytes_sent)
         except UsageError:      # PowerSGD's depend on shapes, hybrid's on hosts that the strategy may not name
             return None
+        if cut:      # what is frozen is gathered all the same
+            sent[_PARAMETERS] /= self._trained
+        return sent
 
     def disagreeing(self, rank: int) -> list[str]:
         """Collectives of this rank's newest step whose bytes are not what theory says."""
@@ -105,6 +116,16 @@ class WirePanel:
                          marks=(Text(text="nothing is sent"),))
         return Chart(key="wire", title=title, x_label="MB", y_label="", rank=rank, value=value, note=said,
                      alert=bool(wrong), marks=(_lanes(bars, wrong),), x_range=(0.0, 1.04 * max(totals.values())))
+
+
+def _trained(buckets: Any) -> float:
+    """Share of the parameters' bytes that is trained; all where the layout is not understood (another version's)."""
+    try:
+        sizes = [(bool(told["trainable"]), int(told["itemsize"]) * sum(int(numel) for _, numel in told["slots"]))
+                 for told in buckets]
+        return sum(size for trained, size in sizes if trained) / sum(size for _, size in sizes)
+    except (KeyError, TypeError, ValueError, ZeroDivisionError):
+        return 1.0
 
 
 def _parts(sent: Mapping[str, float]) -> str:

@@ -101,3 +101,41 @@ def test_a_real_run_sends_what_is_predicted(strategy, least, tmp_path):
         predicted = sum(panel.predicted(rank).values()) / 1e6
         assert least < sent / predicted < 1.000001
         assert (sent / predicted < 0.99) == (strategy == "zero3")
+
+
+@pytest.mark.parametrize(("strategy", "predicted"), [
+    ("ddp", {"all_reduce": 4}), ("zero2", {"reduce_scatter": 2, "all_gather": 2}),
+    ("zero3", {"reduce_scatter": 4, "all_gather": 32})])
+def test_what_is_frozen_is_not_predicted_to_be_reduced(strategy, predicted):
+    """A quarter of 16 MB is trained; ZeRO-3, of 32 MB, gathers the others as well."""
+    buckets = [{"slots": [("a", 700), ("b", 50)], "itemsize": 4, "trainable": False},
+               {"slots": [("c", 250)], "itemsize": 4, "trainable": True}]
+    layout = Event("gauge", "layout", 0, 0, 1, 1, {"shard": (0, 2), "buckets": buckets, "sharding": {}})
+    told = wire(strategy, 2, [layout, *run_events(2, 3)]).predicted(1)
+    assert {name: size / 1e6 for name, size in told.items() if size} == pytest.approx(predicted)
+
+
+@pytest.mark.parametrize("buckets", [[{"slots": 3}], [None], 7, []])
+def test_a_layout_that_is_not_understood_counts_all_as_trained(buckets):
+    layout = Event("gauge", "layout", 0, 0, 1, 1, {"buckets": buckets})
+    assert wire("ddp", 2, [layout, *run_events(2, 3)]).predicted(0)["all_reduce"] == 16 * MB
+
+
+def half_frozen():
+    import torch
+
+    model = torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.Linear(256, 256))
+    model[0].requires_grad_(False)
+    engine = dplab.parallelize(model, torch.optim.AdamW)
+    for _ in range(2):
+        engine.backward(engine(torch.ones(4, 256)).square().mean())
+        engine.step()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3"])
+def test_a_real_run_that_trains_half_of_its_model_agrees_with_theory(strategy, tmp_path):
+    run = dplab.launch(half_frozen, world_size=2, strategy=strategy, root=tmp_path, detach=False)
+    run.wait()
+    chart = wire(strategy, events=list(run.events())).chart(0)
+    assert not chart.alert, chart.note
