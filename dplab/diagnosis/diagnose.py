@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from dplab.diagnosis.facts import Facts, gather
+from dplab.diagnosis.facts import ENOUGH, Facts, gather
 from dplab.diagnosis.findings import Diagnosis, Finding
 from dplab.diagnosis.hang import hang
-from dplab.diagnosis.rules import RULES
+from dplab.diagnosis.rules import RULES, TIMED
 from dplab.telemetry.reader import RunReader
 from dplab.telemetry.rundir import RunDirectory
 
@@ -26,7 +26,7 @@ def diagnose(path: Path, *, cores: int | None) -> Diagnosis:
 
 def judged(facts: Facts, run: str, stuck: Finding | None = None) -> Diagnosis:
     """What the facts of a run amount to; `stuck`: where its ranks stand, if they do not move."""
-    return Diagnosis(run=run, summary=_summary(facts), steps=facts.steps,
+    return Diagnosis(run=run, summary=_summary(facts), steps=facts.steps if facts.enough else 0,
                      findings=(*([stuck] if stuck is not None else []), *findings(facts)))
 
 
@@ -34,7 +34,8 @@ def findings(facts: Facts) -> list[Finding]:
     """What the rules find, the most expensive first; what costs the same in the order of the rules."""
     if not facts.steps:
         return []
-    found = [finding for rule in RULES if (finding := rule(facts)) is not None]
+    rules = (*RULES, *TIMED) if facts.enough else RULES
+    found = [finding for rule in rules if (finding := rule(facts)) is not None]
     return sorted(found, key=lambda finding: -min(finding.cost, 1.0))
 
 
@@ -44,4 +45,5 @@ def _summary(facts: Facts) -> str:
     busy = f"{facts.compute / facts.step:.0%} computing, {facts.exposed / facts.step:.0%} waiting for the wire"
     steps, ranks = (f"{count} {what}{'' if count == 1 else 's'}" for count, what in (
         (facts.steps, "step"), (facts.world_size, "rank")))
-    return f"{steps} on {ranks}, {facts.step:.1f} ms{' each' if facts.steps > 1 else ''}: {busy}"
+    few = "" if facts.enough else f"; too short to judge where its time goes, which takes {ENOUGH} steps"
+    return f"{steps} on {ranks}, {facts.step:.1f} ms{' each' if facts.steps > 1 else ''}: {busy}{few}"

@@ -18,7 +18,12 @@ from dplab.telemetry.events import ALLOCATOR_COUNTS, Event
 from dplab.telemetry.steps import Step, StepAssembler
 
 WARM_UP = 2
-"""First steps of every rank that are left out, where there are at least three times as many."""
+"""First steps of every rank that are left out, and samples of them, where there are at least ENOUGH steps."""
+ENOUGH = 3 * WARM_UP
+"""Steps of every rank from which on their times are judged: with fewer, a slow start would be taken for the run."""
+SAMPLES = 4
+"""Samples of a device from which on they are judged. One is taken every half second and tells of that half second,
+so in a run of less than two seconds there are too few."""
 NEWEST = 400
 """Steps and samples of every rank over which medians are taken: a long run is judged as it is now."""
 
@@ -41,8 +46,11 @@ class RankFacts:
     dropped: float = 0.0
     """bytes of activations that are not kept for that reason"""
     cpu: float | None = None
-    """percent of one core"""
+    """percent of one core; None where it has a GPU, or there are fewer than SAMPLES samples"""
     gpu: float | None = None
+    """percent; None where it has none, or there are fewer than SAMPLES samples"""
+    samples: int = 0
+    """of which that is the median"""
     memory: dict[str, float] = field(default_factory=dict)
     """bytes by category, as last recorded"""
     limit: float | None = None
@@ -77,6 +85,11 @@ class Facts:
     def plus(self, word: str) -> str:
         """The strategy with a word more: `zero2+recompute`."""
         return str(Strategy.parse(f"{self.parsed}+{word}"))
+
+    @property
+    def enough(self) -> bool:
+        """Whether there are steps enough to judge their times."""
+        return self.steps >= ENOUGH
 
     @property
     def step(self) -> float:
@@ -124,7 +137,7 @@ class Gathering:
                 self._counts[event.rank].append((event.step, *(int(told[name]) for name in ALLOCATOR_COUNTS)))
             return
         for device in ("cpu", "gpu"):
-            if device in told:
+            if device in told and event.step >= WARM_UP:      # before, it mostly builds and imports
                 self._samples[event.rank, device].append(float(told[device]))
 
     def feed_step(self, step: Step) -> None:
@@ -145,14 +158,14 @@ class Gathering:
 
     def facts(self) -> Facts:
         """What is known by now."""
-        facts = Facts(*self._of, steps=min(self._count.values(), default=0), losses=self._losses)
+        facts = Facts(*self._of, losses=self._losses)
+        facts.steps = min((self._count[rank] for rank in range(facts.world_size)), default=0)
         for rank, steps in sorted(self._steps.items()):
             kept = list(steps)[self._warm_up(rank):]
             medians = np.median(np.array(kept, dtype=np.float64), axis=0).tolist()
             facts.ranks[rank] = RankFacts(
-                **dict(zip(_COLUMNS, medians, strict=True)), cpu=self._device(rank, "cpu"),
-                gpu=self._device(rank, "gpu"), memory=self._memory.get(rank, {}), limit=self._limit.get(rank),
-                **self._grown(rank))
+                **dict(zip(_COLUMNS, medians, strict=True)), memory=self._memory.get(rank, {}),
+                limit=self._limit.get(rank), **self._device(rank), **self._grown(rank))
         if self._reductions:
             kept_reductions = list(self._reductions)[self._warm_up(0):]
             facts.reductions = [one for step in kept_reductions for one in step]
@@ -162,7 +175,7 @@ class Gathering:
     def _warm_up(self, rank: int) -> int:
         """How many of the steps that are held are left out."""
         held, count = len(self._steps[rank]), self._count[rank]
-        return max(0, WARM_UP - (count - held)) if count >= 3 * WARM_UP else 0
+        return max(0, WARM_UP - (count - held)) if count >= ENOUGH else 0
 
     def _grown(self, rank: int) -> dict[str, Any]:
         """`counts` and `counted` of a rank. The first gauge only tells where they began: what came before it is the
@@ -175,9 +188,11 @@ class Gathering:
                  for column in list(zip(*told, strict=True))[1:]]
         return {"counts": dict(zip(ALLOCATOR_COUNTS, grown, strict=True)), "counted": told[-1][0] - told[0][0]}
 
-    def _device(self, rank: int, device: str) -> float | None:
-        samples = self._samples.get((rank, device))
-        return statistics.median(samples) if samples else None
+    def _device(self, rank: int) -> dict[str, Any]:
+        """`samples` of a rank's device, and its `gpu` or, where it has none, `cpu`."""
+        device = "gpu" if self._samples[rank, "gpu"] else "cpu"
+        samples = self._samples[rank, device]
+        return {"samples": len(samples)} | ({device: statistics.median(samples)} if len(samples) >= SAMPLES else {})
 
 
 def gather(events: Iterable[Event], *, world_size: int, strategy: str | None, cores: int | None) -> Facts:

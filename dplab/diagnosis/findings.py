@@ -41,7 +41,7 @@ class Diagnosis:
     summary: str
     findings: tuple[Finding, ...]
     steps: int = 0
-    """steps that every rank has finished and that were judged"""
+    """steps whose times were judged, of every rank; 0 where there are too few to do so, which the summary says"""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""

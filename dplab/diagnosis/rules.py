@@ -139,13 +139,16 @@ def utilization(facts: Facts) -> Finding | None:
         why = "kernels are too small to keep it busy: a larger micro-batch, or torch.compile of the units"
     return Finding(kind="utilization", cost=1 - percent / 100, remedy=why,
                    what=f"the {device} of rank {rank} is {percent:.0f} % busy",
-                   evidence=f"median of its samples; below {UTILIZATION:.0f} % with {of.exposed / of.step:.0%} of a "
-                            f"step on the wire and {of.data / of.step:.0%} on data")
+                   evidence=f"median of {of.samples} samples of half a second; below {UTILIZATION:.0f} % with "
+                            f"{of.exposed / of.step:.0%} of a step on the wire and {of.data / of.step:.0%} on data")
 
 
+TIMED: tuple[Callable[[Facts], Finding | None], ...] = (
+    communication, small_model, small_buckets, straggler, data, utilization, memory.recompute)
+"""Rules over medians of steps, which take some steps."""
 RULES: tuple[Callable[[Facts], Finding | None], ...] = (
-    numbers.not_finite, numbers.skipped, communication, small_model, small_buckets, straggler, data, utilization,
-    memory.recompute, memory.retries, memory.fragmentation, memory.nearly_full)
+    numbers.not_finite, numbers.skipped, memory.retries, memory.fragmentation, memory.nearly_full)
+"""Those that a single step may break."""
 
 
 def _device(of: RankFacts) -> float | None:

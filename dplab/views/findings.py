@@ -54,5 +54,5 @@ def chart(diagnosis: Diagnosis) -> Chart:
     marks = (Log(lines=tuple(lines), prose=True),)
     return Chart(key="findings", title="Diagnosis", x_label="", y_label="", marks=marks,
                  value=f"{found} finding{'s' if found > 1 else ''}" if found else "", note=said,
-                 caption=diagnosis.summary if diagnosis.steps else "",
+                 caption=diagnosis.summary if found or diagnosis.steps else "",
                  alert=any(finding.kind in (HANG, NOT_FINITE) for finding in diagnosis.findings))

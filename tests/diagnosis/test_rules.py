@@ -9,7 +9,7 @@ import pytest
 
 from dplab.diagnosis.diagnose import findings, judged
 from dplab.diagnosis.facts import gather
-from dplab.diagnosis.findings import Diagnosis, Finding
+from dplab.diagnosis.findings import NOTHING, Diagnosis, Finding
 from dplab.telemetry.events import Event
 
 MS = 1_000_000
@@ -62,11 +62,15 @@ def test_a_good_run_has_no_finding() -> None:
 
 
 @pytest.mark.parametrize(("ranks", "steps", "said"), [(1, 1, "1 step on 1 rank, 100.0 ms: "),
-                                                      (2, 3, "3 steps on 2 ranks, 100.0 ms each: ")])
+                                                      (2, 3, "3 steps on 2 ranks, 100.0 ms each: "),
+                                                      (2, 6, "6 steps on 2 ranks, 100.0 ms each: ")])
 def test_the_summary_counts(ranks: int, steps: int, said: str) -> None:
     events = [event for index in range(steps) for rank in range(ranks) for event in step(rank, index, **GOOD)]
     facts = gather(events, world_size=ranks, strategy="ddp", cores=8)
-    assert judged(facts, "run").summary.startswith(said)
+    told = judged(facts, "run")
+    assert told.summary.startswith(said)
+    assert told.summary.endswith("; too short to judge where its time goes, which takes 6 steps") == (steps < 6)
+    assert (NOTHING in str(told)) == (NOTHING in told._repr_html_()) == (steps >= 6)
 
 
 MORE = "a larger micro-batch, or more of them a window: as much is sent for more samples"
@@ -133,6 +137,47 @@ def test_an_idle_device() -> None:
     assert seen.what == "the core of rank 0 is 60 % busy"
     assert seen.remedy == ("look at what else runs on this machine: the rank computes for 90% of a step and has a core "
                            "for 60 % of it, so others take the core, or the program sleeps")
+    assert seen.evidence == ("median of 10 samples of half a second; below 80 % with 5% of a step on the wire and 2% "
+                             "on data")
+
+
+SICK = {**GOOD, "compute": 40.0, "exposed": 45.0, "data": 12.0, "buckets": 40, "bucket_bytes": 1 << 10, "cpu": 5.0}
+
+
+def sick(steps: int, samples: int, **changed: Any) -> list[str]:
+    """Kinds of findings of a run with everything wrong, rank 1 slowest, of which only the last samples are there."""
+    events = [event for index in range(steps) for rank in range(2)
+              for event in step(rank, index, **{**SICK, "compute": 40.0 + 30 * rank, **changed})
+              if event.name != "utilization" or index >= steps - samples]
+    return [finding.kind for finding in findings(gather(events, world_size=2, strategy="ddp", cores=8))]
+
+
+@pytest.mark.parametrize("steps", range(1, 6))
+def test_times_of_a_few_steps_are_not_judged(steps: int) -> None:
+    assert sick(steps, steps) == []
+    assert set(sick(6, 6)) == {"communication", "data", "small-buckets", "small-model", "straggler"}
+
+
+def test_a_rank_that_has_ended_no_step_holds_judgement_back() -> None:
+    events = [event for index in range(9) for event in step(0, index, **SICK)]
+    assert findings(gather(events, world_size=2, strategy="ddp", cores=8)) == []
+    assert findings(gather(events, world_size=1, strategy="ddp", cores=8))
+
+
+def test_a_device_is_judged_by_some_samples_of_its_steps() -> None:
+    calm = {"exposed": 5.0, "data": 2.0, "buckets": 1, "compute": 90.0}
+    assert sick(12, 3, **calm) == []
+    assert sick(12, 4, **calm) == ["utilization"]
+    assert sick(12, 4, gpu=50.0, cpu=99.0, **calm) == ["utilization"]
+    # samples of the warm-up are none: a rank that imports and builds says nothing of how it trains
+    assert sick(6, 5, **calm) == sick(6, 6, **calm) == ["utilization"]
+    assert sick(5, 5, **calm) == []
+
+
+def test_a_gpu_with_few_samples_is_not_judged_by_its_rank_s_core() -> None:
+    events = [event._replace(attrs={**event.attrs, "gpu": 50.0}) if event.name == "utilization" and index > 9 else event
+              for index in range(12) for event in step(0, index, **{**GOOD, "cpu": 30.0, "exposed": 0.0})]
+    assert findings(gather(events, world_size=1, strategy="ddp", cores=8)) == []
 
 
 def test_fragments_of_gpu_memory() -> None:
