@@ -42,7 +42,7 @@ class Captures:
         if step <= asked.last:
             self._begin(asked)
         else:
-            self._say(f"steps {asked.first} to {asked.last} are over and were not recorded; ask for later ones")
+            self._say(f"{_steps(asked)} are over and were not recorded; ask for later ones")
 
     def close(self) -> None:
         """The program ends: what is under way is written with the steps that there were."""
@@ -64,7 +64,9 @@ class Captures:
                 self._under_way.start()
         except RuntimeError as error:      # another profiler is at work in this process
             self._under_way = None
-            self._say(f"profile of steps {asked.first} to {asked.last}: {error}")
+            self._say(f"{_steps(asked)} are not recorded: {error}")
+            return
+        self._say(f"recording {_steps(asked)}")
 
     def _end(self, folder: Path) -> None:
         asked, under_way, self._under_way = self._asked, self._under_way, None
@@ -79,7 +81,7 @@ class Captures:
                 under_way.stop()
                 under_way.export_chrome_trace(str(partial))
             partial.rename(path)
-            self._say(f"steps {asked.first} to {asked.last} are recorded in {path.name}")
+            self._say(f"{_steps(asked)} are recorded in {path}")
         except (RuntimeError, OSError) as error:
             partial.unlink(missing_ok=True)
             self._say(f"{path.name} could not be written: {error}")
@@ -89,3 +91,7 @@ class Captures:
         moment = now()
         self._recorder.span("log", "capture", moment, moment, text=text)
         self._recorder.flush()
+
+
+def _steps(asked: Capture) -> str:
+    return f"steps {asked.first} to {asked.last} (counted from 0)"
