@@ -65,14 +65,16 @@ class EventCursor:
         except OSError as error:
             raise RunError(f"{self.path} cannot be read: {error.strerror}; only the run's owner may") from error
         end = data.rfind(b"\n") + 1
-        lines = data[:end].splitlines()
+        lines, begin = data[:end].split(b"\n")[:-1], self._offset
         if lines and self.header is None:
             self.header, self._first = self._read_header(lines[0]), lines.pop(0) + b"\n"
-        events = self._parse(lines)
+            begin += len(self._first)
+        events = self._parse(lines, begin)
         self._offset += end
         return events
 
-    def _parse(self, lines: list[bytes]) -> list[Event]:
+    def _parse(self, lines: list[bytes], begin: int) -> list[Event]:
+        """Events of lines, the first of which begins at that byte."""
         rank = self.rank
         try:
             # One call for all lines is several times faster than one a line.
@@ -89,8 +91,9 @@ class EventCursor:
                 if not _is_event(event):
                     raise ValueError("a field of another type")
                 events.append(event)
+                begin += len(line) + 1
             except (ValueError, RecursionError):
-                self.problem = (f"{self.path} is damaged behind byte {self._offset}: {line[:80]!r} is not an event; "
+                self.problem = (f"{self.path} is damaged behind byte {begin}: {line[:80]!r} is not an event; "
                                 f"the lines before it are good, cut the file there to read them")
                 break
         return events

@@ -140,9 +140,10 @@ def test_a_result_that_cannot_be_read(content: bytes, sentence: str, whole: tupl
 def test_events_that_are_damaged_do_not_hide_the_run(line: str, whole: tuple[Path, Path], runs_folder: Path) -> None:
     path, _ = copies(whole, runs_folder)
     file = path / "rank-0" / "events.jsonl"
+    good = file.stat().st_size
     file.write_text(file.read_text() + line + "\n")
     run = dplab.attach(path)
-    assert "events.jsonl is damaged behind byte 0: b'" in repr(run)
+    assert f"events.jsonl is damaged behind byte {good}: b'" in repr(run)
     assert "finished" in repr(run)
     with pytest.raises(RunError, match="is not an event; the lines before it are good, cut the file there to read"):
         run.events()

@@ -93,10 +93,25 @@ def test_spec_and_clock(directory: RunDirectory) -> None:
     assert reader.standing(0) is None
 
 
-def test_a_damaged_line_is_named(directory: RunDirectory) -> None:
-    append(directory, 0, header(0) + step(0, 10).to_line() + "\n" + "[1,2\n" + step(1, 20).to_line() + "\n")
-    with pytest.raises(RunError, match=r"events\.jsonl is damaged behind byte 0: b'\[1,2' is not an event; the lines"):
+def test_a_damaged_line_is_named_and_cut_there_the_file_is_good(directory: RunDirectory) -> None:
+    good = header(0) + step(0, 10).to_line() + "\n"
+    append(directory, 0, good + "[1,2\n" + step(1, 20).to_line() + "\n")
+    with pytest.raises(RunError, match=rf"events\.jsonl is damaged behind byte {len(good)}: b'\[1,2' is not an event; "
+                                       rf"the lines before it are good, cut the file there to read them"):
         RunReader(directory.path).poll()
+    os.truncate(directory.rank(0) / "events.jsonl", len(good))
+    assert RunReader(directory.path).poll() == [step(0, 10)]
+
+
+def test_a_line_that_is_damaged_behind_what_was_read_before_is_named_by_its_place_too(directory: RunDirectory) -> None:
+    good = header(0) + step(0, 10).to_line() + "\n"
+    append(directory, 0, good)
+    reader = RunReader(directory.path, partial=True)
+    assert reader.poll() == [step(0, 10)]
+    append(directory, 0, step(1, 20).to_line() + "\n\r{\n")
+    assert reader.poll() == [step(1, 20)]
+    place = len(good) + len(step(1, 20).to_line()) + 1
+    assert f"damaged behind byte {place}: b'\\r{{' is not an event" in str(reader.problem)
 
 
 def test_a_file_without_a_header_and_a_newer_one(directory: RunDirectory) -> None:
