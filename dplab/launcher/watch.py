@@ -8,13 +8,14 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from dplab.diagnosis.hang import Stacks, hang
 from dplab.errors import RunError, UsageError
 from dplab.telemetry.rundir import ENDED, RunDirectory
-from dplab.views.fold import Fold
+from dplab.views.fold import Fold, chosen
 from dplab.views.past import PIECE, Past
 from dplab.views.records import Head
 from dplab.views.svg import svg
@@ -30,10 +31,12 @@ class Watch:
     """Follows a run, given as a `Run` or as its directory or id. Safe to read from one thread while another feeds.
 
     `patient`: every `read` takes all there is; else as much as fits in a moment, so that who attaches to a long run
-    sees a picture at once, and then how it catches up.
+    sees a picture at once, and then how it catches up. `panels`: those that are looked at; None: all. UsageError for
+    one that is not known.
     """
 
-    def __init__(self, run: Any, *, patient: bool = True) -> None:
+    def __init__(self, run: Any, *, patient: bool = True, panels: Sequence[str] | None = None) -> None:
+        self.cells = chosen(panels)
         self._guard = threading.RLock()
         self._seconds = float("inf") if patient else _MOMENT
         self._take(_run(run))
@@ -152,21 +155,22 @@ class Watch:
     def summary(self, rank: int = 0) -> str:
         """The board in words."""
         with self._guard:
-            text = self.shown.summary(self.title, rank)
+            text = self.shown.summary(self.title, rank, self.cells)
         problem = self.trouble
         return f"{text}\n  {problem}" if problem else text
 
     def svg(self, rank: int = 0) -> str:
         """The board as a still picture."""
         with self._guard:
-            return svg(self.shown.grid(rank), title=self.title, head=self.head())
+            return svg(self.shown.grid(rank, self.cells), title=self.title, head=self.head(),
+                       columns=min(2, len(self.cells)))
 
     def figures(self, rank: int = 0) -> list[Any]:
         """The charts as plotly figures, to hover and zoom."""
         from dplab.views.figures import figure
 
         with self._guard:
-            return [figure(chart) for chart in self.shown.charts(rank)]
+            return [figure(chart) for chart in self.shown.charts(rank, self.cells)]
 
     @property
     def trouble(self) -> str | None:
@@ -206,7 +210,7 @@ class Watch:
         """The feed's next message of what is looked at; `more` goes into its status."""
         with self._guard:
             message: tuple[dict[str, Any], bytes] = feed.message(
-                self.shown, {**self.status(), **more}, keyframe=keyframe, rank=rank)
+                self.shown, {**self.status(), **more}, keyframe=keyframe, rank=rank, cells=self.cells)
             return message
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dplab.views.fold import Fold
+from dplab.views.fold import GRID, Cells, Fold
 from dplab.views.panels import SHOWN_RANKS
 from dplab.views.records import Chart, Lanes, Line, Log, Mark, StackedArea
 
@@ -34,10 +34,11 @@ class Feed:
         self._charts: dict[str, Chart] = {}
 
     def message(self, fold: Fold, status: dict[str, Any], *, keyframe: bool = False,
-                rank: int | None = None) -> tuple[dict[str, Any], bytes]:
+                rank: int | None = None, cells: Cells = GRID) -> tuple[dict[str, Any], bytes]:
         """The next message and its buffer. Another fold than last time is told by what differs, like everything.
 
         `rank`: whose panels are looked at; those of the others come with every fourth message. None: all come.
+        `cells`: panels that there are on the page.
         """
         if keyframe:
             self._sent.clear()
@@ -49,8 +50,9 @@ class Feed:
         changed: dict[str, dict[str, Any]] = {}
         every = keyframe or rank is None or self._sequence % _OTHERS == 0
         ranks = range(min(fold.world_size, SHOWN_RANKS)) if every else (rank or 0,)
+        keys = {key for cell in cells for key in cell}
         for chart in [*fold.shared_charts(), *(chart for rank in ranks for chart in fold.rank_charts(rank))]:
-            if self._charts.get(chart.name) is chart:      # the very same: nothing of it is another
+            if chart.key not in keys or self._charts.get(chart.name) is chart:      # the very same: nothing is new
                 continue
             self._charts[chart.name] = chart
             said, columns = _said(chart)

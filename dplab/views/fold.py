@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from dplab.errors import UsageError
 from dplab.telemetry.events import Event
 from dplab.telemetry.pace import Pace
 from dplab.telemetry.steps import StepAssembler
@@ -20,10 +21,22 @@ from dplab.views.usage import UtilizationPanel
 from dplab.views.wire import WirePanel
 from dplab.views.words import short
 
-GRID: tuple[tuple[str, ...], ...] = (
+Cells = tuple[tuple[str, ...], ...]
+GRID: Cells = (
     ("loss",), ("steps", "anatomy"), ("sync", "wire"), ("memory", "utilization"), ("ownership",), ("logs",),
     ("findings",))
 """Panels by their cell on a board of two columns; the last is as wide as both."""
+
+
+def chosen(panels: Sequence[str] | None) -> Cells:
+    """Cells of a board of these panels, a cell each; None: of all, as GRID has them. UsageError for a name that none
+    has."""
+    if panels is None:
+        return GRID
+    known = [key for keys in GRID for key in keys]
+    if isinstance(panels, str) or not panels or not all(key in known for key in panels):
+        raise UsageError(f"panels={panels!r} is not allowed; give some of {', '.join(known)} in a list")
+    return tuple((key,) for key in dict.fromkeys(panels))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,15 +114,15 @@ class Fold:
         return Status(steps=self.pace.steps or None, loss=self.loss.last, step_ms=median["total"] if median else None,
                       tokens_per_s=rate, unit=None if rate is None else self.pace.unit, overlap=self.sync.overlap())
 
-    def charts(self, rank: int = 0) -> list[Chart]:
-        """Every panel, as `rank` has it where it is of one rank; of who holds what, the first verb."""
+    def charts(self, rank: int = 0, cells: Cells = GRID) -> list[Chart]:
+        """Every panel of these cells, as `rank` has it where it is of one rank; of who holds what, the first verb."""
         shown = {chart.key: chart for chart in reversed([*self.shared_charts(), *self.rank_charts(rank)])}
-        return [shown[key] for keys in GRID for key in keys]
+        return [shown[key] for keys in cells for key in keys]
 
-    def grid(self, rank: int = 0) -> list[Chart | tuple[Chart, Chart]]:
+    def grid(self, rank: int = 0, cells: Cells = GRID) -> list[Chart | tuple[Chart, Chart]]:
         """The charts as they lie on a board of two columns; of two in a cell the second is small."""
-        charts = iter(self.charts(rank))
-        return [next(charts) if len(keys) == 1 else (next(charts), next(charts)) for keys in GRID]
+        charts = iter(self.charts(rank, cells))
+        return [next(charts) if len(keys) == 1 else (next(charts), next(charts)) for keys in cells]
 
     def shared_charts(self) -> list[Chart]:
         """Those that show all ranks."""
@@ -125,10 +138,10 @@ class Fold:
         return [self.steps.chart(rank), self.wire.chart(rank, self.earlier.wire if self.earlier else None),
                 self.memory.chart(rank, span), self.utilization.chart(rank, span)]
 
-    def summary(self, title: str = "dplab run", rank: int = 0) -> str:
+    def summary(self, title: str = "dplab run", rank: int = 0, cells: Cells = GRID) -> str:
         """The board in words, for text displays, screen readers and diffs."""
         lines = [title]
-        for chart in self.charts(rank):
+        for chart in self.charts(rank, cells):
             note = chart.note.replace(f"; {DEFINITION}", "")
             lines.append(f"  {chart.title}: {chart.words or note}")
         status = self.status()

@@ -28,8 +28,11 @@ _LANES_UP = 14
 """what a chart of lanes saves at its top: it has no unit there"""
 _LETTER = 6.6
 """width of a letter at size 12, a guess: whatever font there is, a little room is left"""
-_LEGEND_LINE, _ENTRY, _WIDE_LETTER = 13, 14, 7
-"""height of a legend's line, room of an entry beside its text, and of a letter of that at size 11 in a wide font"""
+_LEGEND_LINE, _ENTRY, _WIDE_LETTER, _PROSE = 13, 14, 7, 6.3
+"""height of a legend's line, room of an entry beside its text, and of a letter of that at size 11 in a wide font; and
+of a letter of a sentence"""
+_FACTS = 15
+"""height of a line of facts"""
 _MAX_POINTS = 300
 _FONT = "font-family='system-ui, sans-serif'"
 
@@ -40,8 +43,9 @@ def svg(cells: Sequence[Chart | tuple[Chart, Chart]], *, title: str = "", head: 
 
     `head` is the line above; without one it is the title, which else is only told in the alternative text.
     """
-    top = 30 + 14 * len(_problem(head)) if head or title else 0
     width = WIDTH * columns
+    above = _head(head, width) if head else []
+    top = _FACTS * max(0, len(above) - 1) + 30 if head or title else 0
     lying: list[list[Chart | tuple[Chart, Chart]]] = []
     for cell in cells:
         if not lying or len(lying[-1]) == columns or sentences.of(cell) or sentences.of(lying[-1][0]):
@@ -56,7 +60,7 @@ def svg(cells: Sequence[Chart | tuple[Chart, Chart]], *, title: str = "", head: 
              f"style='max-width:{width}px' role='img' aria-label='{alt}' {_FONT} font-size='11' "
              f"fill='{theme.TEXT}'>", _HATCH]
     if head is not None:
-        parts.append(_head(head))
+        parts += above
     elif title:
         parts.append(f"<text x='8' y='17' font-size='14' font-weight='600'>{escape(title)}</text>")
     for row, whole in zip(lying, heights, strict=True):
@@ -111,24 +115,26 @@ class _Axis:
         return [tick * step for tick in range(first, math.floor(self.high / step + 1e-9) + 1)]
 
 
-def _head(head: Head) -> str:
-    """The live board's first line: a pill with the state, then facts, and below them what is wrong."""
-    width = _LETTER * len(head.state) + 20
-    facts = "".join(f"<tspan dx='{16 * (index > 0)}'>{escape(name)} </tspan>"
-                    f"<tspan font-weight='600'>{escape(value)}</tspan>"
-                    for index, (name, value) in enumerate(head.facts))
-    parts = [f"<rect x='8' y='3' width='{width:.0f}' height='18' rx='9' "
-             f"fill='{theme.STATES.get(head.state, theme.OTHER_STATE)}'/>",
-             f"<text x='{8 + width / 2:.0f}' y='16' text-anchor='middle' font-weight='600' fill='#fff'>"
-             f"{escape(head.state)}</text>",
-             f"<text x='{8 + width + 14:.0f}' y='16' font-size='12'>{facts}</text>"]
-    parts += [f"<text x='8' y='{36 + 14 * line}' fill='{theme.STATES['failed']}'>{escape(text)}</text>"
-              for line, text in enumerate(_problem(head))]
-    return "".join(parts)
-
-
-def _problem(head: Head | None) -> list[str]:
-    return textwrap.wrap(head.problem, 150)[:3] if head is not None and head.problem is not None else []
+def _head(head: Head, width: int) -> list[str]:
+    """The live board's first line: a pill with the state, then facts, and below them what is wrong; line by line."""
+    pill = _LETTER * len(head.state) + 20
+    rows: list[list[tuple[str, str]]] = [[]]
+    room = width - pill - 22
+    for name, value in head.facts:
+        room -= _WIDE_LETTER * len(f"{name} {value}") + 16
+        if room < 0 and rows[-1]:
+            rows.append([])
+            room = width - _WIDE_LETTER * len(f"{name} {value}") - 24
+        rows[-1].append((name, value))
+    lines = [f"<text x='{8 if row else pill + 22:.0f}' y='{16 + _FACTS * row}' font-size='12'>" + "".join(
+        f"<tspan dx='{16 * (index > 0)}'>{escape(name)} </tspan><tspan font-weight='600'>{escape(value)}</tspan>"
+        for index, (name, value) in enumerate(facts)) + "</text>" for row, facts in enumerate(rows)]
+    lines[0] = (f"<rect x='8' y='3' width='{pill:.0f}' height='18' rx='9' "
+                f"fill='{theme.STATES.get(head.state, theme.OTHER_STATE)}'/><text x='{8 + pill / 2:.0f}' y='16' "
+                f"text-anchor='middle' font-weight='600' fill='#fff'>{escape(head.state)}</text>{lines[0]}")
+    wrong = textwrap.wrap(head.problem or "", int((width - 16) / _PROSE))[:3 * (2 * WIDTH) // width]
+    return lines + [f"<text x='8' y='{22 + _FACTS * (len(lines) + line)}' fill='{theme.STATES['failed']}'>"
+                    f"{escape(text)}</text>" for line, text in enumerate(wrong)]
 
 
 def _chart(chart: Chart, height: int, *, small: bool = False, width: int = WIDTH) -> str:

@@ -373,10 +373,9 @@ function header(spec, send, redraw) {
     }));
     problem.textContent = status.problem || "";
     if (status.done !== root.done) { root.done = status.done; asked = ""; }
-    paused = status.state === "paused";
-    hold.textContent = paused ? "Resume" : "Pause";
+    hold.textContent = (paused = status.state === "paused") ? "Resume" : "Pause";
     const over = spec.final.includes(status.state);
-    for (const one of [hold, step, profile, snapshot, stop]) { one.hidden = over; one.disabled = Boolean(asked); }
+    for (const one of [hold, step, profile, snapshot, stop]) [one.hidden, one.disabled] = [over, Boolean(asked)];
     snapshot.hidden = over || !status.cuda;
     again.disabled = Boolean(asked); again.hidden = strategy.root.hidden = !status.relaunch;
     const runs = JSON.stringify(status.others);

@@ -13,6 +13,7 @@ import time
 import uuid
 import weakref
 from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,6 @@ from dplab.launcher.watch import Watch
 from dplab.telemetry.rundir import ENDED
 from dplab.views import theme
 from dplab.views.feed import Feed
-from dplab.views.fold import GRID
 from dplab.views.panels import SHOWN_RANKS
 from dplab.widgets import frontend
 
@@ -67,8 +67,9 @@ class Board(anywidget.AnyWidget):
     """Live board of a run, given as a `Run` or as its directory.
 
     `hz`: messages a second, at most 4. `live`: True opens a widget, False shows still pictures; None finds out
-    whether somebody watches. `replay`: True keeps the widget of a run that is over, to go through its past. Raises
-    UsageError for a rate that is not allowed, RunError where there is no run.
+    whether somebody watches. `replay`: True keeps the widget of a run that is over, to go through its past. `panels`:
+    some of them, as `["sync", "memory"]`; None: all. Raises UsageError for a rate that is not allowed and for a panel
+    that is not known, RunError where there is no run.
     """
 
     # text, not paths: anywidget ties every instance to a path's watcher, which would hold it for ever
@@ -79,7 +80,8 @@ class Board(anywidget.AnyWidget):
     snapshot = traitlets.Dict().tag(sync=True)
     _ticker: Ticker | None = None
 
-    def __init__(self, run: Any, *, hz: float = 2.0, live: bool | None = None, replay: bool = False) -> None:
+    def __init__(self, run: Any, *, hz: float = 2.0, live: bool | None = None, replay: bool = False,
+                 panels: Sequence[str] | None = None) -> None:
         if not 0 < hz <= MAX_HZ:
             raise UsageError(f"Board(hz={hz!r}) is not allowed; hz is a number of messages a second above 0 "
                              f"and at most {MAX_HZ:g}")
@@ -96,7 +98,7 @@ class Board(anywidget.AnyWidget):
         self._keyframe_asked = False
         self._hellos = 0
         self._heard_at = self._keyframe_at = self._drawn_at = time.monotonic()
-        self._watch = Watch(run, patient=not self.live)
+        self._watch = Watch(run, patient=not self.live, panels=panels)
         self._watch.read()
         content, data = self._watch.message(self._feed, keyframe=True, done=0)
         super().__init__(spec=self._spec(), snapshot={"content": content, "data": data} if self.live else {})
@@ -227,7 +229,7 @@ class Board(anywidget.AnyWidget):
 
     def _spec(self) -> dict[str, Any]:
         return {"ranks": min(self.run.spec.world_size, SHOWN_RANKS), "path": str(self.run.path), "final": ENDED,
-                "roles": theme.ROLES, "hatched": theme.HATCHED, "states": theme.STATES, "grid": GRID,
+                "roles": theme.ROLES, "hatched": theme.HATCHED, "states": theme.STATES, "grid": self._watch.cells,
                 "strategies": tuple(dict.fromkeys((self.run.spec.strategy or "ddp", *_STRATEGIES)))}
 
     # ---- the page ------------------------------------------------------------------------------------------------
