@@ -136,7 +136,7 @@ def test_a_rank_that_wrote_outside_is_named() -> None:
 
 
 class Stopping(Recorder):
-    """Somebody asks for the end of the run while step 2 is under way, and only rank 1 has heard."""
+    """Somebody asks for the end of the run while the third step is under way, and only rank 1 has heard."""
 
     def __init__(self) -> None:
         self.spans: list[str] = []
@@ -160,7 +160,7 @@ def test_all_ranks_stop_at_the_same_step(name: str) -> None:
                 engine.backward(engine(torch.ones(1, 2)).sum())
                 engine.step()
 
-        with pytest.raises(RunStopped, match="asked to stop; it ended after step 2"):
+        with pytest.raises(RunStopped, match="asked to stop; it ended after step 3"):
             loop()
         engine.check_agreement()
         return mine.step, set(mine.spans)

@@ -10,10 +10,13 @@ import shutil
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dplab.commands.base import Answer, Verbs, count, verb, whole_number
 from dplab.errors import DplabError, UsageError
+
+if TYPE_CHECKING:
+    from dplab.telemetry.reader import RunReader
 
 _PACKAGES = ("dplab", "torch", "numpy", "psutil", "nvidia-ml-py", "cloudpickle", "jupyterlab", "ipywidgets",
              "anywidget", "plotly", "scikit-learn", "deepspeed")
@@ -128,42 +131,34 @@ def _run(run_id: str) -> Answer:
     run = attach(run_id)
     directory, reader = RunDirectory(run.path), run.reader()
     processes: list[Identity] = (directory.processes() or {"ranks": []})["ranks"]
-    now, ranks = time.monotonic_ns(), []
+    ranks, places = [], []
     for rank in reader.ranks:
         process = processes[rank] if rank < len(processes) else None
         lives = process is not None and process.lives()
-        row: dict[str, Any] = {"rank": rank, "lives": lives, "pid": None if process is None else process.pid}
-        try:
-            standing = reader.standing(rank)
-        except DplabError as error:      # a damaged page of one rank hides no other rank
-            row["note"] = str(error)
-            standing = None
-        if standing is not None:
-            row |= {"step": standing.step, "phase": standing.phase,
-                    "bucket": standing.bucket if standing.bucket >= 0 else None,
-                    "seconds_ago": max(0.0, (now - standing.time) / 1e9) if lives else None}
-        ranks.append(row)
+        told, place = _standing(reader, rank, lives)
+        ranks.append({"rank": rank, "lives": lives, "pid": None if process is None else process.pid, **told})
+        places.append(f"  rank {rank} ({f'process {process.pid}' if process and lives else 'ended'}): {place}")
     diagnosis = run.diagnose()
     data = {"id": run.id, "state": run.state, "failure": run.failure, "stopped_by": run.stopped_by, "ranks": ranks,
             "run_dir": str(run.path), "diagnosis": diagnosis.to_dict()}
-    lines = [f"run {run.id}: {': '.join(filter(None, (run.state, run.failure or run.stopped_by)))}"]
-    for row in ranks:
-        where = row.get("note", "has noted nothing yet")
-        if "step" in row:
-            where = _standing(row)
-        lines.append(f"  rank {row['rank']} ({'process ' + str(row['pid']) if row['lives'] else 'ended'}): {where}")
+    lines = [f"run {run.id}: {': '.join(filter(None, (run.state, run.failure or run.stopped_by)))}", *places]
     # of a run that failed before there was anything to judge nobody should read that all is well
     judged = diagnosis.findings or data["state"] != "failed"
     return Answer(data, "\n".join([*lines, "", str(diagnosis) if judged else diagnosis.summary]))
 
 
-def _standing(row: dict[str, Any]) -> str:
-    """Where a rank stands, or was last seen if it has ended: `running` would be said of a rank that is not."""
-    phase = "in its program" if row["phase"] == "running" else row["phase"]
-    where = f"step {row['step']}, {phase}" if row["step"] else f"before its first step was done, {phase}"
-    where += "" if row["bucket"] is None else f", bucket {row['bucket']}"
-    return f"{where}, for {row['seconds_ago']:.1f} s" if row["lives"] else f"last seen at {where}".replace(
-        "at before", "before")
+def _standing(reader: RunReader, rank: int, lives: bool) -> tuple[dict[str, Any], str]:
+    """Where a rank stands, or was last seen if it has ended: as values (`step`: steps that it has ended), in words."""
+    try:
+        standing = reader.standing(rank)
+    except DplabError as error:      # a damaged page of one rank hides no other rank
+        return {"note": str(error)}, str(error)
+    if standing is None:
+        return {}, "has noted nothing yet"
+    seconds = max(0.0, (time.monotonic_ns() - standing.time) / 1e9) if lives else None
+    told = {"step": standing.step, "phase": standing.phase,
+            "bucket": standing.bucket if standing.bucket >= 0 else None, "seconds_ago": seconds}
+    return told, f"last seen {standing}" if seconds is None else f"{standing}, for {seconds:.1f} s"
 
 
 def _versions() -> dict[str, str | None]:

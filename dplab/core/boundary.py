@@ -32,7 +32,7 @@ class Boundary:
 
         Raises RunStopped, on all ranks, where the run is to end.
         """
-        self.captures.ended(self.recorder.step)
+        self.captures.ended(self.recorder.step + 1)
         if pause and not stop:
             began = now()
             stop = self._wait()
@@ -40,8 +40,8 @@ class Boundary:
         if stop:
             self.captures.close()
             self.recorder.flush()
-            raise RunStopped(f"the run was asked to stop; it ended after step {self.recorder.step - 1}")
-        self.captures.begins(self.recorder.step)
+            raise RunStopped(f"the run was asked to stop; it ended after step {self.recorder.step}")
+        self.captures.begins(self.recorder.step + 1)
 
     def _wait(self) -> bool:
         """Waits while the pause holds; True where the run was asked to stop meanwhile.

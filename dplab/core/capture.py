@@ -23,7 +23,7 @@ class Captures:
         self._under_way: Any = None
 
     def ended(self, step: int) -> None:
-        """A step has ended and `step` comes next: writes the recording that was to go so far."""
+        """A step has ended and `step`, counted from 1, comes next: writes the recording that was to go so far."""
         folder = self._recorder.folder
         if folder is not None and self._under_way is not None and self._asked is not None and step > self._asked.last:
             self._end(folder)
@@ -94,4 +94,4 @@ class Captures:
 
 
 def _steps(asked: Capture) -> str:
-    return f"steps {asked.first} to {asked.last} (counted from 0)"
+    return f"steps {asked.first} to {asked.last}"

@@ -36,14 +36,14 @@ class Shortage:
         """among which states are cut, or would be"""
 
     @contextmanager
-    def told(self, where: str) -> Iterator[None]:
-        """An error of memory inside says what `where` found."""
+    def told(self, where: str, steps: int) -> Iterator[None]:
+        """An error of memory inside says what `where` found, in the step that comes after so many of the engine's."""
         try:
             yield
         except (RuntimeError, MemoryError) as error:
             if not is_shortage(error) or hasattr(error, "_dplab_told"):
                 raise
-            told = type(error)(self._text(error, where))
+            told = type(error)(self._text(error, f"{where} of step {steps + 1}"))
             told._dplab_told = True  # type: ignore[union-attr]
             raise told from error
 
@@ -53,7 +53,7 @@ class Shortage:
         categories = ", ".join(f"{name} {size / MIB:.1f} MiB" for name, size in held.items()
                                if size and name not in ("allocated", "reserved", "fragmentation"))
         advice = self._advice(held, wanted(str(error)))
-        text = (f"out of memory in the {where} of step {self.recorder.step} on rank {self.world.rank} of "
+        text = (f"out of memory in the {where} on rank {self.world.rank} of "
                 f"{self.world.size}: {first}. It holds {categories}{_allocator(held)}. {advice}")
         return text + self._snapshot()
 

@@ -97,7 +97,7 @@ class Engine:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward; returns what it returns."""
-        with self._step_named(), self._shortage.told("forward"):
+        with self._step_named(), self._shortage.told("forward", self.steps):
             try:
                 return self.module(*args, **kwargs)
             except RuntimeError as error:
@@ -126,7 +126,7 @@ class Engine:
         self._reduction.begin(None if weight is None else float(weight))
         self._losses.append((loss.detach(), 1.0 if weight is None else float(weight)))
         scaler = self._reduction.scaler
-        with self._step_named(), self._shortage.told("backward"):
+        with self._step_named(), self._shortage.told("backward", self.steps):
             try:
                 if loss.requires_grad:
                     (loss if scaler is None else loss.float() * scaler.scale).backward()  # type: ignore[no-untyped-call]
@@ -153,7 +153,7 @@ class Engine:
         moved = not overflow and any(any(bucket.moved) for bucket in reduction.buckets)
         if moved:
             self.checkpoints.settle()
-            with self._shortage.told("optimizer"):
+            with self._shortage.told("optimizer", self.steps):
                 self._owned.run_hooks(before=True)
                 for bucket in reduction.buckets:
                     bucket.params.refresh_master()

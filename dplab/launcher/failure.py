@@ -8,6 +8,7 @@ from typing import Any
 from dplab.errors import DplabError, RankFailed, RunError, RunFailed
 from dplab.telemetry.files import damaged, read_json
 from dplab.telemetry.rundir import DAMAGED, RunDirectory
+from dplab.telemetry.state import under_way
 
 _TAIL_LINES = 20
 _LINE = 400
@@ -43,8 +44,8 @@ def cause(directory: RunDirectory, ended: dict[str, Any]) -> str:
     error = _error_of(directory, rank)
     if error is None:
         end = next(found for found in ended["ranks"] if found["rank"] == rank)
-        return f"rank {rank} of {size} {_how(end)}, last seen at {_standing(directory, rank)}"
-    where = f"in step {error['step']}" if error["step"] else "before its first step was done"
+        return f"rank {rank} of {size} {_how(end)}, last seen {_standing(directory, rank)}"
+    where = under_way(error["step"])
     return f"rank {rank} of {size} failed {where}: {error['type']}: {error['message']}"
 
 
@@ -99,8 +100,8 @@ def _standing(directory: RunDirectory, rank: int) -> str:
     try:
         state = directory.standing(rank)
     except RunError:      # the page only says where; what happened must still be told
-        return "a place that its damaged state page does not tell"
-    return "its start, before it recorded anything" if state is None else str(state)
+        return "at a place that its damaged state page does not tell"
+    return "at its start, before it recorded anything" if state is None else str(state)
 
 
 def _peer(directory: RunDirectory, rank: int) -> str:
@@ -109,7 +110,7 @@ def _peer(directory: RunDirectory, rank: int) -> str:
     except RunError:      # of a peer: it must not hide the first cause
         return f"  rank {rank}: its error.json is damaged"
     if error is None:
-        return f"  rank {rank}: stopped at {_standing(directory, rank)}"
+        return f"  rank {rank}: stopped {_standing(directory, rank)}"
     lines = str(error["message"]).splitlines() or [""]
     return f"  rank {rank}: {error['type']}: {lines[0]}"
 

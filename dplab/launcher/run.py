@@ -200,9 +200,9 @@ class Run:
 
     def profile(self, steps: tuple[int, int], *, memory: bool = False) -> list[Path]:
         """Has every rank record the steps from the first to the last, both included, with torch's profiler (a trace for
-        Perfetto); `memory=True`: a snapshot of CUDA's memory instead. Steps count from 0, as in `table`: `run.steps` is
-        the next one. Returns at once, with the files to come, one a rank; the ranks' log tells when they are there.
-        UsageError for steps that are not ahead, RunError where the run has ended."""
+        Perfetto); `memory=True`: a snapshot of CUDA's memory instead. Steps count from 1, as on the board and in
+        `table`: `run.steps + 1` is the next one. Returns at once, with the files to come, one a rank; the ranks' log
+        tells when they are there. UsageError for steps that are not ahead, RunError where the run has ended."""
         name = steer.request_capture(self._directory, steps, memory=memory).name
         return [self._directory.rank(rank) / name for rank in range(self.spec.world_size)]
 

@@ -69,22 +69,22 @@ def wait_until_paused(directory: RunDirectory, steps: int, timeout: float) -> st
 
 
 def request_capture(directory: RunDirectory, steps: tuple[int, int], *, memory: bool) -> Capture:
-    """Asks every rank to record the steps from the first to the last, both included. UsageError for steps that are
-    not ahead; RunError where the run has ended."""
+    """Asks every rank to record the steps from the first to the last, counted from 1, both included. UsageError for
+    steps that are not ahead; RunError where the run has ended."""
     allowed = (isinstance(steps, tuple | list) and len(steps) == 2 and all(type(step) is int for step in steps)
-               and 0 <= steps[0] <= steps[1] < steps[0] + MOST_STEPS)
+               and 1 <= steps[0] <= steps[1] < steps[0] + MOST_STEPS)
     if not allowed:
-        raise UsageError(f"profile(steps={steps!r}) is not allowed; give the first and the last step, such as "
-                         f"(10, 12), at most {MOST_STEPS} of them")
+        raise UsageError(f"profile(steps={steps!r}) is not allowed; give the first and the last step, counted "
+                         f"from 1, such as (10, 12), at most {MOST_STEPS} of them")
     state, ended = directory.state(), steps_of(directory, max)
     if state in ENDED:
         raise RunError(f"run {directory.path.name} has ended ({state}); only steps of a run that goes can be recorded")
-    if steps[0] <= ended + 1 and state != "paused":      # the next one may begin before every rank has seen the wish
-        raise UsageError(f"profile(steps={tuple(steps)}) is not allowed; the run is in step {ended}: give steps ahead "
-                         f"of it, such as ({ended + 10}, {ended + 12}), or pause() it first")
-    if steps[0] < ended:
-        raise UsageError(f"profile(steps={tuple(steps)}) is not allowed; {ended} steps have ended: give {ended} or "
-                         f"later")
+    if steps[0] <= ended + 2 and state != "paused":      # the next one may begin before every rank has seen the wish
+        raise UsageError(f"profile(steps={tuple(steps)}) is not allowed; the run is in step {ended + 1}: give steps "
+                         f"ahead of it, such as ({ended + 11}, {ended + 13}), or pause() it first")
+    if steps[0] <= ended:
+        raise UsageError(f"profile(steps={tuple(steps)}) is not allowed; {ended} steps have ended: give {ended + 1} "
+                         f"or later")
     capture = Capture(steps[0], steps[1], memory)
     write_capture(directory.control, capture)
     return capture
@@ -92,7 +92,7 @@ def request_capture(directory: RunDirectory, steps: tuple[int, int], *, memory: 
 
 def request_next_capture(directory: RunDirectory, *, memory: bool, steps: int = NEXT_STEPS) -> Capture:
     """Asks for a recording of the next few steps, from one that no rank can have begun."""
-    first = steps_of(directory, max) + (0 if directory.state() == "paused" else 2)
+    first = steps_of(directory, max) + (1 if directory.state() == "paused" else 3)
     return request_capture(directory, (first, first + steps - 1), memory=memory)
 
 

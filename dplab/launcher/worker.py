@@ -29,6 +29,7 @@ from dplab.launcher.streams import Printed
 from dplab.telemetry import recorder
 from dplab.telemetry.file_recorder import FileRecorder
 from dplab.telemetry.files import write_reserved
+from dplab.telemetry.state import under_way
 
 _WIRE_WORDS = ("gloo", "nccl", "connection closed by peer", "connection reset", "broken pipe", "tcpstore")
 """How torch's own errors of a lost peer read; they have no common type."""
@@ -78,7 +79,7 @@ def _report(job: Job, rank: int, forked: bool) -> int:
         _work(job, rank)
         return 0
     except Terminated:
-        _tell(f"dplab: rank {rank} was told to end (SIGTERM) in step {recorder.current().step}\n")
+        _tell(f"dplab: rank {rank} was told to end (SIGTERM) {under_way(recorder.current().step)}\n")
         with contextlib.suppress(Exception):  # full disk or not, the end comes now
             recorder.current().flush()
         signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -44,7 +44,8 @@ SCHEMA = 1
 
 
 class Event(NamedTuple):
-    """One finished span (t0 < t1) or gauge (t0 == t1) of one rank; times in ns of the host's monotonic clock."""
+    """One finished span (t0 < t1) or gauge (t0 == t1) of one rank; times in ns of the host's monotonic clock. `step` is
+    an index: 0 is the first, which every text and picture for people calls step 1."""
 
     kind: str
     name: str

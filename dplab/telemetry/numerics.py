@@ -1,6 +1,7 @@
 """The numerics lens, read back: where and when two runs stop being equal, in units in the last place.
 
-One file a step, `rank-0/numerics/step-<n>.npz`, the full weights by the plain model's names.
+One file a step, `rank-0/numerics/step-<n>.npz`, the full weights by the plain model's names. Files carry the step's
+index, from 0; what is told of them counts steps from 1, as a run's charts do.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def folder_of(run: Path) -> Path:
 
 
 def write(folder: Path, step: int, weights: Mapping[str, NDArray[Any]]) -> None:
-    """Keeps the weights after `step`; whole or not at all."""
+    """Keeps the weights after the step of that index; whole or not at all."""
     buffer = io.BytesIO()
     np.savez(buffer, **dict(weights))  # type: ignore[arg-type]
     partial = folder / f".step-{step}.part"
@@ -49,12 +50,12 @@ def write(folder: Path, step: int, weights: Mapping[str, NDArray[Any]]) -> None:
 
 
 def steps_in(folder: Path) -> list[int]:
-    """Numbers of the steps that are kept there, in order."""
+    """Indices of the steps that are kept there, in order."""
     return sorted(int(path.stem.removeprefix("step-")) for path in folder.glob("step-*.npz"))
 
 
 def read(folder: Path, step: int) -> dict[str, NDArray[Any]]:
-    """The weights after a step."""
+    """The weights after the step of that index."""
     with np.load(folder / f"step-{step}.npz", allow_pickle=False) as stored:
         return {name: stored[name] for name in stored.files}
 
@@ -77,7 +78,7 @@ def ulps(a: NDArray[Any], b: NDArray[Any]) -> NDArray[np.int64]:
 
 
 class Difference(NamedTuple):
-    """The largest difference within one parameter after one step."""
+    """The largest difference within one parameter after one step, counted from 1."""
 
     step: int
     parameter: str
@@ -86,7 +87,7 @@ class Difference(NamedTuple):
 
 
 class NotFinite(NamedTuple):
-    """A gradient that broke: where it arose, before anything was summed."""
+    """A gradient that broke: where it arose, before anything was summed. `step` counts from 1."""
 
     step: int
     rank: int
@@ -96,7 +97,8 @@ class NotFinite(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Comparison:
-    """Two runs, step by step: `ulps` and `absolute` have shape (steps, parameters)."""
+    """Two runs, step by step: `steps` that both recorded, counted from 1; `ulps` and `absolute` have shape (steps,
+    parameters)."""
 
     steps: list[int]
     parameters: list[str]
@@ -155,7 +157,8 @@ def compare_runs(a: Any, b: Any) -> Comparison:
         pairs = [_same_dtype(mine[name], theirs[name]) for name in names]
         apart.append([int(ulps(x, y).max(initial=0)) for x, y in pairs])
         absolute.append([float(np.abs(x.astype(np.float64) - y).max(initial=0)) for x, y in pairs])
-    return Comparison(steps=steps, parameters=names, ulps=np.array(apart), absolute=np.array(absolute))
+    return Comparison(steps=[step + 1 for step in steps], parameters=names, ulps=np.array(apart),
+                      absolute=np.array(absolute))
 
 
 def not_finite(run: Any) -> list[NotFinite]:
@@ -169,7 +172,7 @@ def not_finite(run: Any) -> list[NotFinite]:
     if not folder_of(path).is_dir() and not any(e.kind == "log" and e.name == WATCHED for e in events):
         raise RunError(f"no gradient of run {path} was watched, so that nothing is known of them; {_MAKE_ONE}")
     found = sorted((e for e in events if e.kind == "log" and e.name == NOT_FINITE), key=lambda e: e.t0)
-    return [NotFinite(e.step, e.rank, e.attrs["parameter"], e.attrs["what"]) for e in found]
+    return [NotFinite(e.step + 1, e.rank, e.attrs["parameter"], e.attrs["what"]) for e in found]
 
 
 def _folder(run: Any) -> Path:

@@ -19,11 +19,15 @@ _RECORD = struct.Struct("<4sIQqiq48sQ")
 """magic, version, sequence, step, bucket, monotonic ns, phase, sequence again (differs where a write was cut)."""
 _MAGIC, _VERSION = b"dpst", 1
 _PAGE = 4096
+_BETWEEN = {"import": "importing its program", "running": "in its program", "paused": "paused", "resumed": "resumed",
+            "returned": "returned"}
+"""Phases in which no step is under way, and how they are said."""
 _LOOKS = 5
 
 
 class RankState(NamedTuple):
-    """Where a rank stood when it last noted it; `time` in ns of the host's monotonic clock."""
+    """Where a rank stood when it last noted it; `time` in ns of the host's monotonic clock, `step` the steps that had
+    ended: the index of the one under way."""
 
     sequence: int
     step: int
@@ -34,8 +38,17 @@ class RankState(NamedTuple):
     """False where the note was cut short by the end of the process."""
 
     def __str__(self) -> str:
+        """In words, steps counted from 1: `in step 3, all_reduce grads, bucket 2`, `after step 3, paused`."""
+        if (said := _BETWEEN.get(self.phase)) is not None:
+            return f"after step {self.step}, {said}" if self.step else f"before its first step, {said}"
         bucket = f", bucket {self.bucket}" if self.bucket >= 0 else ""
-        return f"step {self.step}, {self.phase or 'not started'}{bucket}"
+        return f"in step {self.step + 1}, {self.phase or 'not started'}{bucket}"
+
+
+def under_way(step: int) -> str:
+    """Where a program is that has ended so many steps, in words that count from 1; whether it had begun the first one
+    nobody knows."""
+    return f"in step {step + 1}" if step else "before its first step was done"
 
 
 class StatePage:

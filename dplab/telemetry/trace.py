@@ -28,7 +28,7 @@ _COUNTED = 1000
 
 
 def chrome_trace(events: Iterable[Event], metadata: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Events of any number of ranks as one trace object, ready for `json.dump`."""
+    """Events of any number of ranks as one trace object, ready for `json.dump`. Its steps count from 1, for people."""
     ordered = sorted(events, key=lambda event: (event.t0, -event.t1))
     start = ordered[0].t0 if ordered else 0
     lanes = _Lanes()
@@ -42,7 +42,7 @@ def chrome_trace(events: Iterable[Event], metadata: dict[str, Any] | None = None
         placed.append((event, lane))
         rows.append({"ph": "X", "cat": event.kind, "name": _title(event), "pid": event.rank, "tid": lane,
                      "ts": (event.t0 - start) / 1e3, "dur": (event.t1 - event.t0) / 1e3,
-                     "args": {"step": event.step, **event.attrs}})
+                     "args": {"step": event.step + 1, **event.attrs}})
     rows = lanes.names() + rows + _arrows(placed, start)
     return {"traceEvents": rows, "displayTimeUnit": "ms", "metadata": metadata or {}}
 

@@ -2,7 +2,7 @@
 
     stop        end (the run directory writes and reads it)
     pause       {"asked": bool, "go": steps}: wait before the next step, but first go on until `go` steps have ended
-    profile     {"first": step, "last": step, "memory": bool}: record these steps with torch's profiler
+    profile     {"first": step, "last": step, "memory": bool}: record these steps, counted from 1, with torch's profiler
 
 A pause begins at a step that all ranks agree on (their control message); from then on each looks at the file by
 itself. Since a rank waits while `asked` and its own steps have reached `go`, and `go` only ever grows, ranks that look
@@ -33,7 +33,7 @@ class Pause(NamedTuple):
 
 
 class Capture(NamedTuple):
-    """Steps `first` to `last` (indices, both included) are recorded by torch's profiler, or memory's snapshot."""
+    """Steps `first` to `last`, counted from 1, both included, are recorded by torch's profiler or memory's snapshot."""
 
     first: int
     last: int

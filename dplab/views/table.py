@@ -14,9 +14,9 @@ from dplab.telemetry.steps import ANATOMY, StepAssembler
 
 _MS = {part: f"{part.removeprefix('step_').removesuffix('_time')}_ms" for part in ANATOMY}
 COLUMNS = ("step", "rank", "loss", "step_ms", *_MS.values(), "bytes_sent", "tokens", "memory_bytes", "moved")
-"""`loss` is the rank's own; the parts in ms add up to `step_ms`; `bytes_sent` for gradients and parameters;
-`memory_bytes` in tensors when the step ended. None (an empty cell) where nothing was recorded, such as the
-parts of a step whose spans did not stay."""
+"""`step` counts from 1, as charts and `seek` do; `loss` is the rank's own; the parts in ms add up to `step_ms`;
+`bytes_sent` for gradients and parameters; `memory_bytes` in tensors when the step ended. None (an empty cell) where
+nothing was recorded, such as the parts of a step whose spans did not stay."""
 
 Row = dict[str, Any]
 
@@ -33,7 +33,7 @@ def table(events: Iterable[Event]) -> list[Row]:
             sent = sum(int(number(span, "bytes") or 0) for span in step.sync()) + sum(
                 nbytes for _, nbytes in left_out.values())
             parts = {_MS[part]: ns / 1e6 for part, ns in step.anatomy_ns().items()} if step.whole else {}
-            rows.append({"step": step.index, "rank": step.rank, "step_ms": (step.t1 - step.t0) / 1e6, **parts,
+            rows.append({"step": step.index + 1, "rank": step.rank, "step_ms": (step.t1 - step.t0) / 1e6, **parts,
                          "bytes_sent": sent, "moved": event.attrs.get("moved")})
         elif event.kind == "gauge" and event.name == "loss":
             gauges[event.step, event.rank]["loss"] = number(event, "value")
@@ -43,7 +43,7 @@ def table(events: Iterable[Event]) -> list[Row]:
         elif event.kind == "data":
             told = gauges[event.step, event.rank]
             told["tokens"] = told.get("tokens", 0) + int(number(event, "tokens") or number(event, "samples") or 0)
-    whole = [{**dict.fromkeys(COLUMNS), **row, **gauges.get((row["step"], row["rank"]), {})} for row in rows]
+    whole = [{**dict.fromkeys(COLUMNS), **row, **gauges.get((row["step"] - 1, row["rank"]), {})} for row in rows]
     return sorted(whole, key=lambda row: (row["step"], row["rank"]))
 
 

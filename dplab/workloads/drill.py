@@ -43,7 +43,7 @@ _NAMED = {"exception": ("the drill's own error",),
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """What is to happen; all of it follows from the seed."""
+    """What is to happen; all of it follows from the seed. `step` is an index; in words it counts from 1."""
 
     seed: int
     kind: str
@@ -69,7 +69,7 @@ class Trial:
 
     def __str__(self) -> str:
         again = ", restarted once" if self.restarts else ""
-        return f"{self.kind} on rank {self.rank} in the {self.point} of step {self.step}, {self.strategy}{again}"
+        return f"{self.kind} on rank {self.rank} in the {self.point} of step {self.step + 1}, {self.strategy}{again}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -136,7 +136,7 @@ def test_doctor_tells_where_each_rank_stands(trained, capsys):
     assert status == 0
     assert [row["rank"] for row in ranks] == [0, 1]
     assert all(row["step"] == 12 and not row["lives"] and row["bucket"] is None for row in ranks)
-    assert "rank 1 (ended): last seen at step 12, returned" in said(capsys, "doctor", trained["run_dir"])[1]
+    assert "rank 1 (ended): last seen after step 12, returned" in said(capsys, "doctor", trained["run_dir"])[1]
 
 
 def failing() -> None:
@@ -151,7 +151,7 @@ def test_doctor_says_of_no_rank_that_ended_that_it_runs(capsys):
     status, out, _ = said(capsys, "doctor", str(run.path))
     assert status == 0
     assert "failed: rank 0 of 1 failed before its first step was done: ValueError: no data" in out
-    assert "rank 0 (ended): last seen before its first step was done, in its program" in out
+    assert "rank 0 (ended): last seen before its first step, in its program" in out
     assert "running" not in out
     assert "nothing to complain" not in out
 

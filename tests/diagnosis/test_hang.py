@@ -43,7 +43,7 @@ def until_it_hangs(run: Any) -> Any:
     limit = time.monotonic() + 60
     while time.monotonic() < limit:
         found = run.diagnose().findings
-        if found and found[0].kind == "hang" and "step 2" in found[0].evidence and "is at" in found[0].evidence:
+        if found and found[0].kind == "hang" and "in step 3" in found[0].evidence and "is at" in found[0].evidence:
             return found[0]
         assert run.state in ("starting", "running"), run.failure
         time.sleep(0.1)
@@ -54,7 +54,7 @@ def test_the_rank_that_is_missed_is_named_with_its_line() -> None:
     run = dplab.launch(train, world_size=3, args=("loop",), detach=False)
     found = until_it_hangs(run)
     assert "ranks [0, 2] wait for [1]" in found.what
-    assert "rank 1: step 1, optimizer; " in found.evidence
+    assert "rank 1: in step 2, optimizer; " in found.evidence
     assert "waits_for_ever" in found.evidence
     assert found.remedy.startswith("look at that line")
     assert run.state == "running"

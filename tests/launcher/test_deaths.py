@@ -180,7 +180,7 @@ def test_stop_that_nobody_heeds() -> None:
         "stop was asked for; ranks 0, 1 did not end within 0.2 s and had to be ended by a signal, without a result "
         "(a program hears the wish to stop in engine.step())")
     assert run.stopped_by in repr(run)
-    assert run.logs(0) == "dplab: rank 0 was told to end (SIGTERM) in step 0\n"
+    assert run.logs(0) == "dplab: rank 0 was told to end (SIGTERM) before its first step was done\n"
     assert run.wait() == [None, None]
     assert run.stop() == "stopped"
 

@@ -26,15 +26,16 @@ def failure(function: object, *, world_size: int = 3, **kwargs: object) -> RankF
 
 
 @pytest.mark.parametrize(("how", "head"), [
-    ("ValueError", "rank 1 of 3 failed in step 2: ValueError: boom in the third step"),
+    ("ValueError", "rank 1 of 3 failed in step 3: ValueError: boom in the third step"),
     ("exit", "rank 1 of 3 failed before its first step was done: SystemExit: sys.exit(3)"),
     ("unpicklable", "rank 1 of 3 failed before its first step was done: "
                     "rank_programs.raise_unpicklable.<locals>.Local: I hold a lock"),
     ("before init", "rank 1 of 3 failed before its first step was done: ValueError: no group today"),
     ("SIGKILL", "rank 1 of 3 was killed by SIGKILL (by somebody, or by the system when memory ran out), last seen "
-                "at step 0, running"),
-    ("SIGSEGV", "rank 1 of 3 was ended by SIGSEGV, last seen at step 0, running"),
-    ("os._exit", "rank 1 of 3 ended with exit status 0 before its function returned, last seen at step 0, running"),
+                "before its first step, in its program"),
+    ("SIGSEGV", "rank 1 of 3 was ended by SIGSEGV, last seen before its first step, in its program"),
+    ("os._exit", "rank 1 of 3 ended with exit status 0 before its function returned, last seen before its "
+                 "first step, in its program"),
 ])
 def test_h37_first_cause_comes_first(how: str, head: str) -> None:
     error = failure(rank_programs.fail, how=how, on=1)
@@ -50,7 +51,7 @@ def test_h37_first_cause_comes_first(how: str, head: str) -> None:
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])
 def test_h37_wherever_it_is_raised(where: str, strategy: str) -> None:
     error = failure(rank_programs.fail_in, where=where, on=1, strategy=strategy)
-    assert str(error).startswith(f"rank 1 of 3 failed in step 1: ValueError: boom in {where}\n\n")
+    assert str(error).startswith(f"rank 1 of 3 failed in step 2: ValueError: boom in {where}\n\n")
     assert error.collateral == (0, 2)
 
 
@@ -151,7 +152,7 @@ def test_failure_in_one_line() -> None:
     run = dplab.launch(rank_programs.fail, world_size=2, kwargs={"how": "ValueError", "on": 0}, detach=False)
     with pytest.raises(RankFailed):
         run.wait(60)
-    assert run.failure == "rank 0 of 2 failed in step 2: ValueError: boom in the third step"
+    assert run.failure == "rank 0 of 2 failed in step 3: ValueError: boom in the third step"
     assert run.failure in repr(run)
     again = dplab.attach(run.path)
     with pytest.raises(RankFailed, match="boom in the third step"):

@@ -190,7 +190,7 @@ def test_relaunched_under_another_strategy_the_old_run_is_stopped() -> None:
 def test_steps_are_recorded_by_torch_s_profiler_on_every_rank() -> None:
     run = started()
     run.pause()
-    first = run.steps or 0
+    first = (run.steps or 0) + 1
     files = run.profile(steps=(first, first + 1))
     run.resume()
     until(lambda: all(file.exists() for file in files))
@@ -198,16 +198,18 @@ def test_steps_are_recorded_by_torch_s_profiler_on_every_rank() -> None:
     names = {row.get("name") for row in json.loads(files[0].read_text())["traceEvents"]}
     assert "aten::linear" in names
     assert sum(row.get("name") == "aten::linear" for row in json.loads(files[1].read_text())["traceEvents"]) == 2
-    said = [event.attrs["text"] for event in run.events() if event.kind == "log" and event.name == "capture"]
-    steps = f"steps {first} to {first + 1} (counted from 0)"
-    assert sorted(said) == sorted([f"recording {steps}"] * 2 + [f"{steps} are recorded in {file}" for file in files])
+    said = [(event.step, event.attrs["text"]) for event in run.events() if event[:2] == ("log", "capture")]
+    steps = f"steps {first} to {first + 1}"
+    begun, ended = first - 1, first + 1      # indices of the steps that come next
+    assert sorted(said) == sorted([(begun, f"recording {steps}")] * 2
+                                  + [(ended, f"{steps} are recorded in {file}") for file in files])
     run.stop()
 
 
 def test_a_memory_snapshot_without_cuda_says_that_it_is_not_measurable() -> None:
     run = started()
     run.pause()
-    first = run.steps or 0
+    first = (run.steps or 0) + 1
     files = run.profile((first, first), memory=True)
     run.step(2)
     said = [event.attrs["text"] for event in run.events() if event.kind == "log" and event.name == "capture"]
@@ -216,25 +218,25 @@ def test_a_memory_snapshot_without_cuda_says_that_it_is_not_measurable() -> None
     assert not any(file.exists() for file in files)
 
 
-@pytest.mark.parametrize("steps", [(3,), (4, 3), (-1, 2), "10", (0, 5000), (1.0, 2)])
+@pytest.mark.parametrize("steps", [(3,), (4, 3), (-1, 2), (0, 2), "10", (1, 5000), (1.0, 2)])
 def test_steps_that_cannot_be_profiled(steps: Any, tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path / "run")
     directory.create({"spec": RunSpec(function="m:f", world_size=1).to_dict(), "created": 0, "versions": {}}, 1)
-    with pytest.raises(UsageError, match=r"profile\(steps=.*\) is not allowed; give the first and the last step, such "
-                                         r"as \(10, 12\), at most 1000 of them"):
+    with pytest.raises(UsageError, match=r"profile\(steps=.*\) is not allowed; give the first and the last step, "
+                                         r"counted from 1, such as \(10, 12\), at most 1000 of them"):
         steer.request_capture(directory, steps, memory=False)
 
 
 def test_steps_that_are_over_cannot_be_profiled_and_an_ended_run_neither() -> None:
     run = started()
-    with pytest.raises(UsageError, match=r"profile\(steps=\(0, 2\)\) is not allowed; the run is in step \d+: give "
+    with pytest.raises(UsageError, match=r"profile\(steps=\(1, 2\)\) is not allowed; the run is in step \d+: give "
                                          r"steps ahead of it, such as \(\d+, \d+\), or pause\(\) it first"):
-        run.profile((0, 2))
+        run.profile((1, 2))
     run.pause()
     ended = run.steps or 0
-    with pytest.raises(UsageError, match=rf"profile\(steps=\(0, 2\)\) is not allowed; {ended} steps have ended: give "
-                                         rf"{ended} or later"):
-        run.profile((0, 2))
+    with pytest.raises(UsageError, match=rf"profile\(steps=\(1, 2\)\) is not allowed; {ended} steps have ended: give "
+                                         rf"{ended + 1} or later"):
+        run.profile((1, 2))
     run.stop()
     with pytest.raises(RunError, match=rf"run {run.id} has ended \(stopped\); only steps of a run that goes can be "
                                        rf"recorded"):

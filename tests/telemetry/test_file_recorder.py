@@ -108,7 +108,19 @@ def test_what_was_flushed_survives_kill_9_and_so_does_the_state(rank: Path) -> N
     state = read_state(rank / "state")
     assert state is not None
     assert (state.step, state.phase, state.bucket, state.whole) == (1999, "all_reduce grads", 4, True)
-    assert str(state) == "step 1999, all_reduce grads, bucket 4"
+    assert str(state) == "in step 2000, all_reduce grads, bucket 4"
+
+
+@pytest.mark.parametrize(("step", "phase", "bucket", "said"), [
+    (0, "import", -1, "before its first step, importing its program"), (0, "running", -1, "before its first step, in "
+                                                                                          "its program"),
+    (0, "forward", -1, "in step 1, forward"), (4, "all_reduce grads", 2, "in step 5, all_reduce grads, bucket 2"),
+    (4, "paused", -1, "after step 4, paused"), (12, "returned", -1, "after step 12, returned"),
+    (0, "", -1, "in step 1, not started")])
+def test_where_a_rank_stands_is_said_in_steps_that_count_from_1(rank: Path, step: int, phase: str, bucket: int,
+                                                                said: str) -> None:
+    StatePage(rank / "state").write(step, phase, bucket)
+    assert str(read_state(rank / "state")) == said
 
 
 def test_a_full_disk_is_raised_where_the_rank_flushes(rank: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,10 +64,10 @@ def test_the_first_difference_has_a_step_a_name_and_a_size(tmp_path: Path) -> No
     other = dplab.compare_runs(tmp_path / "a", tmp_path / "c")
     assert not other.identical
     assert other.first is not None
-    assert other.first[:3] == (2, "layers.1.bias", 1)
+    assert other.first[:3] == (3, "layers.1.bias", 1)
     assert other.largest is not None
-    assert other.largest.step == 3
-    assert str(other).startswith("they differ from step 2 on, there most in layers.1.bias: 1 ulp (")
+    assert other.largest.step == 4
+    assert str(other).startswith("they differ from step 3 on, there most in layers.1.bias: 1 ulp (")
 
 
 def test_a_heat_map_leaves_equal_weights_blank(tmp_path: Path) -> None:
@@ -79,9 +79,9 @@ def test_a_heat_map_leaves_equal_weights_blank(tmp_path: Path) -> None:
     space = "{http://www.w3.org/2000/svg}"
     cells = {rect[0].text: rect.get("fill") for rect in root.iter(f"{space}rect") if len(rect)}
     assert len(cells) == 4 * 4
-    assert {text for text, fill in cells.items() if fill != "none" and "step 2" in text} == {
-        "layers.1.bias, step 2: 1 ulp"}
-    assert all(fill == "none" for text, fill in cells.items() if "step 0" in text or "step 1" in text)
+    assert {text for text, fill in cells.items() if fill != "none" and "step 3" in text} == {
+        "layers.1.bias, step 3: 1 ulp"}
+    assert all(fill == "none" for text, fill in cells.items() if "step 1" in text or "step 2" in text)
     assert "a < b" in [text.text for text in root.iter(f"{space}text")]
     assert [text.text + text[0].text for text in root.iter(f"{space}text") if len(text)] == [
         "20", "26", "212", "218", "224", "230"]      # powers of two, the exponent raised
@@ -148,7 +148,7 @@ def test_a_lens_outside_a_run_needs_a_folder(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def breaking(steps: int) -> None:
-    """What a launched rank runs: on rank 1 a gradient breaks at step 2, in the first layer."""
+    """What a launched rank runs: on rank 1 a gradient breaks in the third step, in the first layer."""
     world = dplab.init()
     engine = dplab.parallelize(Net(), lambda ps: torch.optim.SGD(ps, lr=0.1), "zero2+amp-fp16")
     lens = dplab.Lens(engine)
@@ -165,10 +165,10 @@ def test_the_first_broken_gradient_is_found_by_rank_step_and_name() -> None:
     run = dplab.launch(breaking, world_size=2, args=(4,), detach=False)
     run.wait(timeout=60)
     broken = dplab.not_finite(run)
-    assert {(found.step, found.rank) for found in broken} == {(2, 1)}
+    assert {(found.step, found.rank) for found in broken} == {(3, 1)}
     assert broken[0].parameter.startswith("layers.")
     assert broken[0].what in ("NaN", "infinite")
     scales = [(e.step, e.attrs["value"]) for e in run.events() if e.name == "loss_scale" and e.rank == 0]
     assert scales == [(0, 65536.0), (1, 65536.0), (2, 32768.0), (3, 32768.0)]
     assert dplab.compare_runs(run, run).identical
-    assert dplab.compare_runs(run, run).steps == [0, 1, 3]
+    assert dplab.compare_runs(run, run).steps == [1, 2, 4]

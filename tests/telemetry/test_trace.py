@@ -47,7 +47,7 @@ def test_a_process_a_rank_and_a_lane_a_kind() -> None:
 def test_spans_in_microseconds_from_the_first() -> None:
     first = next(row for row in rows("X") if row["name"] == "all_reduce grads bucket 0")
     assert (first["ts"], first["dur"], first["cat"]) == (4.0, 2.0, "collective")
-    assert first["args"] == {"step": 0, "purpose": "grads", "bucket": 0, "bytes": 8}
+    assert first["args"] == {"step": 1, "purpose": "grads", "bucket": 0, "bytes": 8}
 
 
 def test_spans_of_a_lane_nest_or_follow() -> None:

@@ -314,7 +314,7 @@ def test_a_run_that_hangs_says_which_rank_is_missed(tmp_path, monkeypatch):
     assert (chart.value, chart.alert) == ("1 finding", True)
     what, seen, remedy = (text for _, _, text in chart.marks[0].lines)
     assert what.endswith("ranks [0, 2] wait for [1]")
-    assert "rank 1: step 6, all_reduce grads, bucket 2" in seen
+    assert "rank 1: in step 7, all_reduce grads, bucket 2" in seen
     assert remedy.startswith("look at that line")
     assert "ranks [0, 2] wait for [1]" in watch.svg()
     run.state = "paused"
