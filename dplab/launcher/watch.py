@@ -54,6 +54,8 @@ class Watch:
         self.fold = self._new_fold()
         self._reader = _reader(run)
         self._past = Past(lambda: _reader(run), self._new_fold)
+        self.compared = ""
+        """directory of the run that stands beside this one"""
         self._others = _others(run)
         self._judged_at = float("-inf")
         self._stacks: Stacks = {}
@@ -119,25 +121,26 @@ class Watch:
 
     def compare(self, other: Any) -> None:
         """Puts another run (a Run, its id or its directory; None: none) beside this one, in every panel that can."""
-        fold = None
+        fold, path = None, ""
         if other is not None:
             run = _run(other)
+            path = str(run.path)
             fold = Fold(run.spec.world_size, run.spec.strategy)
             reader = _reader(run)
             fold.feed(reader.poll(PIECE))
             while reader.more:
                 fold.feed(reader.poll(PIECE))
         with self._guard:
-            self.fold.earlier = fold
+            self.fold.earlier, self.compared = fold, path
 
     def relaunch(self, strategy: Any = None) -> Any:
         """Stops the run, starts the same again under another strategy, follows that; returns the new run. The run
         before stays beside it. UsageError for a strategy that is not allowed, RunError where what the run called is
         not kept any more."""
-        run, before = self.run.relaunch(strategy=strategy), self.fold
+        run, before, path = self.run.relaunch(strategy=strategy), self.fold, str(self.run.path)
         with self._guard:
             self._take(run)
-            before.earlier, self.fold.earlier = None, before
+            before.earlier, self.fold.earlier, self.compared = None, before, path
         return run
 
     @property
@@ -201,7 +204,8 @@ class Watch:
     def status(self) -> dict[str, Any]:
         """The same in plain values, with what the page's controls need to know."""
         head = self.head()
-        return {"state": head.state, "problem": head.problem, "facts": head.facts, "others": self._others,
+        return {"state": head.state, "path": str(self.run.path), "problem": head.problem, "facts": head.facts,
+                "others": self._others, "compared": self.compared,
                 "relaunch": self.run.relaunchable, "cuda": self.fold.memory.cuda,
                 "last": self.fold.pace.steps, "shown": self.step}
 

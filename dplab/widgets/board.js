@@ -241,7 +241,7 @@ function draw(plot, chart, columns, small) {
 function menu(label, options, chosen) {
   const made = node("select");
   made.setAttribute("aria-label", label);
-  const fill = (listed) => made.replaceChildren(...listed.map(([value, text]) => new Option(text, value)));
+  const fill = (all, now) => made.replaceChildren(...all.map(([value, text]) => new Option(text, value, 0, value === now)));
   fill(options);
   made.addEventListener("change", () => chosen(made.value));
   return { root: made, fill };
@@ -347,7 +347,7 @@ function header(spec, send, redraw) {
   const hold = button("Pause", "the same as run.pause() and run.resume() in a cell",
     () => ask(paused ? "resume" : "pause", paused ? "resuming …" : "pausing …"));
   const step = button("Step", "the same as run.step() in a cell: one step, then pause", () => ask("step", "one step …"));
-  const profile = button("Profile", "the same as run.profile(steps=(first, last)) in a cell: the next three steps",
+  const profile = button("Profile", "the next three steps, as run.profile(steps=(first, last)) in a cell; the log tells where they lie",
     () => ask("profile", "recording …"));
   const snapshot = button("Snapshot", "of CUDA's memory: run.profile(steps, memory=True)", () => ask("snapshot", "recording …"));
   const stop = button("Stop run", "the same as run.stop() in a cell", () => ask("stop", "stopping …"));
@@ -364,7 +364,7 @@ function header(spec, send, redraw) {
   bar.append(hold, step, profile, snapshot, stop, strategy.root, again, compare.root, past, live, said);
   root.append(state, facts, rank.root, problem, bar);
   const update = (status) => {
-    state.textContent = status.state;
+    Object.assign(state, { textContent: status.state, title: status.path });
     state.style.background = spec.states[status.state] || "";
     facts.replaceChildren(...status.facts.map(([name, value]) => {
       const fact = node("span", "", `${name} `);
@@ -378,8 +378,8 @@ function header(spec, send, redraw) {
     for (const one of [hold, step, profile, snapshot, stop]) [one.hidden, one.disabled] = [over, Boolean(asked)];
     snapshot.hidden = over || !status.cuda;
     again.disabled = Boolean(asked); again.hidden = strategy.root.hidden = !status.relaunch;
-    const runs = JSON.stringify(status.others);
-    if (runs !== root.others) { root.others = runs; compare.fill([["", "compare with …"], ...status.others]); }
+    const beside = status.compared, runs = JSON.stringify([status.others, beside]);
+    if (runs !== root.others) { root.others = runs; compare.fill([["", "compare with …"], ...status.others], beside); }
     compare.root.hidden = !status.others.length;
     past.hidden = !(status.last > 1); past.max = status.last || 1;
     if (document.activeElement !== past || wanted === null) past.value = status.shown ?? status.last ?? 1;

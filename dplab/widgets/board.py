@@ -228,7 +228,7 @@ class Board(anywidget.AnyWidget):
         return self._watch.over() and not (self.frozen or self.closed or past)
 
     def _spec(self) -> dict[str, Any]:
-        return {"ranks": min(self.run.spec.world_size, SHOWN_RANKS), "path": str(self.run.path), "final": ENDED,
+        return {"ranks": min(self.run.spec.world_size, SHOWN_RANKS), "final": ENDED,
                 "roles": theme.ROLES, "hatched": theme.HATCHED, "states": theme.STATES, "grid": self._watch.cells,
                 "strategies": tuple(dict.fromkeys((self.run.spec.strategy or "ddp", *_STRATEGIES)))}
 

@@ -251,7 +251,12 @@ def test_a_run_is_paused_stepped_looked_back_at_and_relaunched_from_the_page(lab
     page.wait_for_function("() => document.querySelector('.dplab-facts').textContent.includes('zero3')", timeout=60_000)
     page.wait_for_function(AT_STEP, arg=5, timeout=60_000)
     page.locator(".dplab-board").screenshot(path=str(tmp_path / "relaunched.png"))
-    assert page.get_by_label("run to compare with").locator("option").count() >= 2
+    beside = page.get_by_label("run to compare with")
+    assert beside.locator("option").count() >= 2
+    assert beside.input_value() == str(dplab.runs(lab.runs)[1].path)      # and may be taken away again:
+    assert "earlier run" in page.locator(".dplab-loss").inner_text()
+    beside.select_option("")
+    page.wait_for_function("() => !document.querySelector('.dplab-loss').innerText.includes('earlier run')")
 
     restart_kernel(page)                             # the board is dead, the run goes on
     run = dplab.runs(lab.runs)[0]

@@ -111,6 +111,7 @@ def test_relaunched_the_board_follows_the_new_run_beside_the_old(run, board, com
     assert page.charts["wire/0"]["marks"][0]["names"] == ("sent", "theory", "earlier")
     assert [mark["role"] for mark in page.charts["loss"]["marks"]] == ["earlier", "loss", "loss_smooth"]
     assert page.columns["loss#0"].shape[1] == 2      # as far as this run has come
+    assert (page.status["path"], page.status["compared"]) == (str(new.path), str(run.path))
 
 
 def test_another_run_beside_this_one_and_none_again(run, board, comms):
@@ -119,7 +120,9 @@ def test_another_run_beside_this_one_and_none_again(run, board, comms):
     assert board._watch.fold.loss.series["step"].tolist() == list(range(1, 6))
     names = [chart.marks[0].names for chart in board._watch.fold.charts() if chart.key == "anatomy"]
     assert names == [("rank 0", "rank 1", "earlier")]
+    assert board._watch.status()["compared"] == str(other.path)
     board.compare(None)
+    assert board._watch.status()["compared"] == ""
     assert [chart.marks[0].names for chart in board._watch.fold.charts() if chart.key == "anatomy"] == [
         ("rank 0", "rank 1")]
     with pytest.raises(RunError, match="/nowhere/else is not a run directory"):
