@@ -17,14 +17,15 @@ from dplab.views.ownership import OwnershipPanel
 from dplab.views.panels import LossPanel, StepPanel
 from dplab.views.records import Chart
 from dplab.views.sync import DEFINITION, SyncPanel
+from dplab.views.throughput import ThroughputPanel
 from dplab.views.usage import UtilizationPanel
 from dplab.views.wire import WirePanel
 from dplab.views.words import short
 
 Cells = tuple[tuple[str, ...], ...]
 GRID: Cells = (
-    ("loss",), ("steps", "anatomy"), ("sync", "wire"), ("memory", "utilization"), ("ownership",), ("logs",),
-    ("findings",))
+    ("loss", "throughput"), ("steps", "anatomy"), ("sync", "wire"), ("memory", "utilization"), ("ownership",),
+    ("logs",), ("findings",))
 """Panels by their cell on a board of two columns; the last is as wide as both."""
 
 
@@ -71,6 +72,7 @@ class Fold:
     def __init__(self, world_size: int, strategy: str | None = None, cores: int | None = None) -> None:
         self.world_size = world_size
         self.loss = LossPanel(world_size)
+        self.throughput = ThroughputPanel(world_size)
         self.steps = StepPanel()
         self.sync = SyncPanel(world_size)
         self.wire = WirePanel(world_size, strategy)
@@ -95,7 +97,7 @@ class Fold:
                 for panel in (self.memory, self.utilization, self.ownership, self.logs, self.findings, self.wire):
                     panel.feed(event)
             self.loss.feed(event)
-            self.pace.feed(event)
+            self.throughput.feed(event, self.pace.feed(event))
             step = self._assembler.feed(event)
             if step is not None and step.whole:
                 self.steps.feed(step)
@@ -128,6 +130,7 @@ class Fold:
         """Those that show all ranks."""
         earlier = self.earlier
         return [self.loss.chart(earlier.loss if earlier else None),
+                self.throughput.chart(self.pace, earlier.throughput if earlier else None),
                 self.steps.anatomy(earlier.steps if earlier else None),
                 self.sync.chart(), *self.ownership.charts(), self.logs.chart(), self.findings.chart()]
 

@@ -9,6 +9,8 @@ ROLES: dict[str, tuple[str, str]] = {
     # role: (colour, label)
     "loss": ("#56B4E9", "mean over ranks"),
     "loss_smooth": ("#D55E00", "smoothed"),
+    "rate": ("#56B4E9", "each step"),
+    "rate_smooth": ("#009E73", "the last steps"),
     "compute": ("#56B4E9", "compute"),
     "exposed": ("#D55E00", "exposed sync"),
     "data": ("#F0E442", "data"),

@@ -123,14 +123,15 @@ def test_notebook_01_shows_a_moving_board_and_saves_a_still_one(lab, page, tmp_p
     assert int(after["seq"]) > int(before["seq"])
     assert int(after["redraws"]) > int(before["redraws"])
     drawn = page.evaluate(COLOURS)
-    assert len(drawn) == 10                          # one a panel, in the board's order
+    assert len(drawn) == 11                          # one a panel, in the board's order
     orange, blue, vermillion, pink = 0xE69F00, 0x0072B2, 0xD55E00, 0xCC79A7
     assert vermillion in drawn[0]                    # the smoothed loss
-    assert {blue, vermillion} <= set(drawn[2])       # backward and exposed synchronisation, rank by rank
-    assert {blue, orange} <= set(drawn[3])           # backward, and buckets against it
-    assert {orange, pink} <= set(drawn[4])           # gradients and parameters sent
-    assert {blue, orange} <= set(drawn[5])           # parameters and gradients in memory
-    assert blue in drawn[7]                          # who holds what
+    assert 0x009E73 in drawn[1]                      # the rate of the last steps
+    assert {blue, vermillion} <= set(drawn[3])       # backward and exposed synchronisation, rank by rank
+    assert {blue, orange} <= set(drawn[4])           # backward, and buckets against it
+    assert {orange, pink} <= set(drawn[5])           # gradients and parameters sent
+    assert {blue, orange} <= set(drawn[6])           # parameters and gradients in memory
+    assert blue in drawn[8]                          # who holds what
     page.locator(".dplab-board").screenshot(path=str(tmp_path / "board.png"))
 
     page.wait_for_function(GONE, timeout=60_000)     # the run was stopped: the picture stays
@@ -280,5 +281,5 @@ def test_the_board_in_notebook_7(lab, page, tmp_path):
     command(page, "notebook:run-all-cells")
     page.wait_for_function(AT_STEP, arg=8, timeout=60_000)
     page.wait_for_function(AT_STEP, arg=int(board_data(page)["step"]) + 8, timeout=30_000)
-    assert all(page.evaluate(COLOURS)[:7])
+    assert all(page.evaluate(COLOURS)[:8])
     page.screenshot(path=str(tmp_path / "notebook7.png"))

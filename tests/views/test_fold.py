@@ -69,6 +69,7 @@ def test_summary_says_the_board_in_words():
     assert fold.summary("my run").splitlines() == [
         "my run",
         "  Loss: 3.000 at step 1, 2.100 at step 10",
+        "  Throughput: 20,480 tokens/s now, 18,789 over the run",
         "  Step time, rank 0: median 100 ms: forward 30, backward 33, optimizer 15, exposed 16, data 0, "
         "other 6 (all steps)",
         "  Anatomy of a step: the slowest of 2, rank 0 forward 30, backward 33, optimizer 15, exposed sync 16, data 0, "

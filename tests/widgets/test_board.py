@@ -346,9 +346,9 @@ def test_a_directory_that_is_no_run_is_refused(tmp_path):
 
 def test_figures_are_the_charts(run):
     titles = [figure.layout.title.text for figure in Board(run).figures(rank=1)]
-    assert titles == ["Loss", "Step time, rank 1", "Anatomy of a step", "Gradient synchronisation, step 5",
-                      "Wire, rank 1", "Memory, rank 1", "Utilization, rank 1", "Who holds what", "Printed by the ranks",
-                      "Diagnosis"]
+    assert titles == ["Loss", "Throughput", "Step time, rank 1", "Anatomy of a step",
+                      "Gradient synchronisation, step 5", "Wire, rank 1", "Memory, rank 1", "Utilization, rank 1",
+                      "Who holds what", "Printed by the ranks", "Diagnosis"]
 
 
 def test_the_still_picture_says_what_the_live_board_says(run, comms):

@@ -68,5 +68,5 @@ def test_what_stands_above_a_narrow_picture_is_not_wider_than_it(run):
 
 @pytest.mark.parametrize("panels", ["loss", ["los"], [], ["loss", 3]])
 def test_a_panel_that_is_not_there(panels, run):
-    with pytest.raises(UsageError, match=re.escape(f"panels={panels!r} is not allowed; give some of loss, steps, ")):
+    with pytest.raises(UsageError, match=re.escape(f"panels={panels!r} is not allowed; give some of loss, ")):
         Board(run, panels=panels)
