@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import statistics
 from pathlib import Path
 
 from dplab.diagnosis.facts import ENOUGH, Facts, gather
 from dplab.diagnosis.findings import Diagnosis, Finding
 from dplab.diagnosis.hang import hang
-from dplab.diagnosis.rules import RULES, TIMED
+from dplab.diagnosis.rules import LATE, RULES, TIMED
 from dplab.telemetry.reader import RunReader
 from dplab.telemetry.rundir import RunDirectory
 
@@ -41,8 +42,14 @@ def findings(facts: Facts) -> list[Finding]:
 
 def _summary(facts: Facts) -> str:
     if not facts.steps:
-        return "no step has ended yet on every rank, so there is nothing to judge"
-    busy = f"{facts.compute / facts.step:.0%} computing, {facts.exposed / facts.step:.0%} waiting for the wire"
+        silent = [rank for rank in range(facts.world_size) if rank not in facts.ranks]
+        seen = "has ended yet on every rank" if not facts.ranks else f"that rank {silent[0]} ended is recorded"
+        return f"no step {seen}, so there is nothing to judge"
+    # parts as medians do not add up to the median step
+    whole = facts.compute + facts.exposed + statistics.median(rank.other for rank in facts.ranks.values())
+    busy = f"{facts.compute / whole:.0%} computing, {min(facts.wire, facts.exposed) / whole:.0%} waiting for the wire"
+    if (late := (facts.exposed - facts.wire) / whole) >= LATE:
+        busy += f", {late:.0%} for a late rank"
     steps, ranks = (f"{count} {what}{'' if count == 1 else 's'}" for count, what in (
         (facts.steps, "step"), (facts.world_size, "rank")))
     few = "" if facts.enough else f"; too short to judge where its time goes, which takes {ENOUGH} steps"

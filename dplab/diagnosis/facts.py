@@ -38,6 +38,7 @@ class RankFacts:
     compute: float = 0.0
     exposed: float = 0.0
     other: float = 0.0
+    """neither computing nor waiting in a collective; data are a part of it"""
     data: float = 0.0
     tokens: float = 0.0
     """tokens, or samples where there are none, a step"""
@@ -60,15 +61,23 @@ class RankFacts:
     counted: int = 0
     """steps over which they grew"""
 
+    @property
+    def own(self) -> float:
+        """ms of a step in which it waits for nobody: it computes, loads, or does something else."""
+        return self.compute + self.other
+
 
 @dataclass
 class Facts:
-    """One run. `reductions`: (bytes, ms) of the gradients' collectives of rank 0, and how many a step has."""
+    """One run. `wire`: ms of a step for which even the rank that waits least waits in collectives, which is what the
+    wire takes; the others wait for that rank as well. `reductions`: (bytes, ms) of the gradients' collectives of rank
+    0, and how many a step has."""
 
     world_size: int
     strategy: str | None
     cores: int | None
     steps: int = 0
+    wire: float = 0.0
     ranks: dict[int, RankFacts] = field(default_factory=dict)
     reductions: list[tuple[int, float]] = field(default_factory=list)
     reductions_a_step: float = 0.0
@@ -98,7 +107,7 @@ class Facts:
 
     @property
     def exposed(self) -> float:
-        """Median ms of a step for which a rank waits for the wire, over the ranks."""
+        """Median ms of a step for which a rank waits in collectives, over the ranks."""
         return statistics.median(rank.exposed for rank in self.ranks.values())
 
     @property
@@ -114,6 +123,8 @@ class Gathering:
         self._of = world_size, strategy, cores
         self._count: dict[int, int] = defaultdict(int)
         self._steps: dict[int, deque[tuple[float, ...]]] = defaultdict(lambda: deque(maxlen=NEWEST))
+        self._waits: dict[int, list[float]] = defaultdict(list)
+        self._wire: deque[float] = deque(maxlen=NEWEST)
         self._reductions: deque[list[tuple[int, float]]] = deque(maxlen=NEWEST)
         self._samples: dict[tuple[int, str], deque[float]] = defaultdict(lambda: deque(maxlen=NEWEST))
         self._memory: dict[int, dict[str, float]] = {}
@@ -152,20 +163,33 @@ class Gathering:
         self._steps[step.rank].append((*(ns / 1e6 for ns in split), tokens,
                                        sum(_inside(span, step) for span in again) / 1e6,
                                        sum(float(span.attrs.get("bytes") or 0) for span in again)))
+        self._wait(step.index, split[2] / 1e6)
         if step.rank == 0:
             self._reductions.append([(int(span.attrs.get("bytes", 0)), (span.t1 - span.t0) / 1e6)
                                      for span in step.sync() if span.attrs["purpose"] == "grads"])
+
+    def _wait(self, index: int, exposed: float) -> None:
+        """Every rank waits for the last one and then for the wire; the last one for the wire alone."""
+        self._waits[index].append(exposed)
+        if len(self._waits[index]) == self._of[0]:
+            self._wire.append(min(self._waits.pop(index)))
+        elif len(self._waits) > NEWEST:      # steps that some rank never ended
+            del self._waits[next(iter(self._waits))]
 
     def facts(self) -> Facts:
         """What is known by now."""
         facts = Facts(*self._of, losses=self._losses)
         facts.steps = min((self._count[rank] for rank in range(facts.world_size)), default=0)
         for rank, steps in sorted(self._steps.items()):
+            if rank >= facts.world_size:      # of before a restart with fewer
+                continue
             kept = list(steps)[self._warm_up(rank):]
             medians = np.median(np.array(kept, dtype=np.float64), axis=0).tolist()
             facts.ranks[rank] = RankFacts(
                 **dict(zip(_COLUMNS, medians, strict=True)), memory=self._memory.get(rank, {}),
                 limit=self._limit.get(rank), **self._device(rank), **self._grown(rank))
+        if self._wire:
+            facts.wire = statistics.median(list(self._wire)[self._warm_up(0):])
         if self._reductions:
             kept_reductions = list(self._reductions)[self._warm_up(0):]
             facts.reductions = [one for step in kept_reductions for one in step]

@@ -10,8 +10,8 @@ from dplab.specs import PRECISIONS
 
 SKIPPED = 8
 """Steps in a row: the scale starts at 2^16, and halving it so often leaves 2^8, which most gradients bear."""
-_WATCH = ("a dplab.Lens(engine) in the program watches every gradient, and dplab.not_finite(run) then names the first "
-          "that broke")
+_WATCH = ("; to see which gradient breaks first make a dplab.Lens(engine) in the program, and ask "
+          "dplab.not_finite(run) afterwards")
 
 
 def not_finite(facts: Facts) -> Finding | None:
@@ -31,13 +31,12 @@ def not_finite(facts: Facts) -> Finding | None:
 def _seen(facts: Facts, rank: int) -> str:
     """What a rank's loss was before, and which gradient broke first where that is known."""
     told, broken = facts.losses.ranks[rank], facts.losses.broken
-    since = told.step if told.since is None else told.since
-    parts = [f"of {told.step + 1} steps {told.step - since + 1} had no loss that is a number"]
-    if told.first and told.last and told.first != told.last:
-        parts.insert(0, f"it was {told.first[1]:.4g} in step {told.first[0] + 1} and {told.last[1]:.4g} in step "
-                        f"{told.last[0] + 1}")
-    elif told.last:
-        parts.insert(0, f"it was {told.last[1]:.4g} in step {told.last[0] + 1}")
+    if told.last is None:
+        parts = ["no step had a finite loss"]
+    else:
+        first = "" if told.first in (None, told.last) else f"{told.first[1]:.4g} in step {told.first[0] + 1} and "
+        parts = [f"it was {first}{told.last[1]:.4g} in step {told.last[0] + 1}, the last finite one",
+                 f"{told.step - told.last[0]} of {told.step + 1} steps are lost"]
     if broken is not None:
         parts.append(f"the first gradient that broke is that of {broken.attrs.get('parameter')!r}, "
                      f"{broken.attrs.get('what')} on rank {broken.rank} in step {broken.step + 1}")
@@ -47,12 +46,12 @@ def _seen(facts: Facts, rank: int) -> str:
 def _steady(facts: Facts) -> str:
     """What keeps a loss a number that was one."""
     strategy = facts.parsed
-    ways = ["a lower learning rate, or one that warms up"]
+    ways = ["a lower learning rate or a warm-up"]
     if strategy is not None and strategy.clip_grad_norm is None:
-        ways.append(f"clipped gradients, '{facts.plus('clip_grad_norm=1')}'")
+        ways.append(f"clipped gradients ('{facts.plus('clip_grad_norm=1')}')")
     if (wider := _in_bf16(facts)) is not None:
         ways.append(f"'{wider}', since bf16 has the range of fp32")
-    return f"go back to before that step with {'; or '.join(ways)}" + _watched(facts)
+    return f"train again from before that step with {', or '.join(ways)}" + _watched(facts)
 
 
 def _clean(facts: Facts) -> str:
@@ -62,7 +61,7 @@ def _clean(facts: Facts) -> str:
 
 
 def _watched(facts: Facts) -> str:
-    return "" if facts.losses.broken is not None else f"; {_WATCH}"
+    return "" if facts.losses.broken is not None else _WATCH
 
 
 def skipped(facts: Facts) -> Finding | None:

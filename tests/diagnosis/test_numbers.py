@@ -22,8 +22,8 @@ from dplab.views.findings import chart
 from tests.diagnosis.test_rules import GOOD, step
 
 NAN, INF = math.nan, math.inf
-LENS = ("; a dplab.Lens(engine) in the program watches every gradient, and dplab.not_finite(run) then names the first "
-        "that broke")
+LENS = ("; to see which gradient breaks first make a dplab.Lens(engine) in the program, and ask "
+        "dplab.not_finite(run) afterwards")
 
 
 def events(losses: dict[int, list[float]], overflows: list[int] | None = None) -> list[Event]:
@@ -50,15 +50,15 @@ def test_a_loss_that_is_a_nan_since_some_step() -> None:
     (seen,) = judged(events({0: [5.5, 6.25, 3e8, NAN, NAN, INF, NAN], 1: [5.5, 6.0, 2e8, NAN, NAN, NAN, NAN]}))
     assert (seen.kind, seen.cost, seen.gain) == ("not-finite", 1.0, None)
     assert seen.what == "the loss is NaN since step 4"
-    assert seen.evidence == "it was 5.5 in step 1 and 3e+08 in step 3; of 7 steps 4 had no loss that is a number"
-    assert seen.remedy == ("go back to before that step with a lower learning rate, or one that warms up; or clipped "
-                           "gradients, 'zero2+clip_grad_norm=1.0'" + LENS)
+    assert seen.evidence == "it was 5.5 in step 1 and 3e+08 in step 3, the last finite one; 4 of 7 steps are lost"
+    assert seen.remedy == ("train again from before that step with a lower learning rate or a warm-up, or clipped "
+                           "gradients ('zero2+clip_grad_norm=1.0')" + LENS)
 
 
 def test_the_rank_on_which_it_began_is_named() -> None:
     (seen,) = judged(events({0: [5.0, 5.0, 5.0, NAN], 1: [5.0, 4.0, INF, NAN], 2: [5.0, 5.0, 5.0, NAN]}), ranks=3)
     assert seen.what == "the loss is infinite since step 3 on rank 1"
-    assert seen.evidence == "it was 5 in step 1 and 4 in step 2; of 4 steps 2 had no loss that is a number"
+    assert seen.evidence == "it was 5 in step 1 and 4 in step 2, the last finite one; 2 of 4 steps are lost"
     (seen,) = judged(events({0: [NAN, NAN], 1: [5.0, NAN], 2: [NAN, NAN]}), ranks=3)
     assert seen.what == "the loss is NaN since step 1 on ranks 0, 2"
 
@@ -66,7 +66,7 @@ def test_the_rank_on_which_it_began_is_named() -> None:
 def test_a_loss_that_never_was_a_number_comes_from_what_went_in() -> None:
     (seen,) = judged(events({0: [NAN] * 3, 1: [NAN] * 3}))
     assert seen.what == "the loss is NaN since step 1"
-    assert seen.evidence == "of 3 steps 3 had no loss that is a number"
+    assert seen.evidence == "no step had a finite loss"
     assert seen.remedy == ("look at the inputs, the targets and the initial weights: the very first forward made no "
                            "number of them" + LENS)
 
