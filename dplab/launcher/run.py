@@ -248,7 +248,8 @@ class Run:
         return timeline_figure(self.events())
 
     def dashboard(self, **options: Any) -> Board:
-        """The live board; a static picture where there is no front end. Options are the board's."""
+        """The live board; a static picture where there is no front end. Options are the board's:
+        `panels=["sync", "memory"]` for these alone, `replay=True` to go through a run that is over, `hz`, `live`."""
         from dplab.widgets.board import Board
 
         return Board(self, **options)

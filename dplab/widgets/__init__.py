@@ -1,1 +1,1 @@
-"""The live board; the only place that touches a notebook front end."""
+"""The only place that touches a notebook front end: `board.Board`, which `run.dashboard()` makes, and `explorer`."""
