@@ -23,7 +23,7 @@ from dplab.launcher import linux
 
 REPOSITORY = Path(__file__).parents[2]
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-_FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
+FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
           "--disable-component-update", "--disable-sync"]
 AT_STEP = "step => { const b = document.querySelector('.dplab-board'); return b && Number(b.dataset.step) >= step; }"
 ALL_RUN = """() => window.jupyterapp.shell.currentWidget.content.widgets
@@ -105,7 +105,7 @@ def browser_page(*, width: int = 1280, height: int = 1500) -> Iterator[Any]:
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, headless=True, args=_FLAGS)
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, headless=True, args=FLAGS)
         try:
             yield browser.new_page(viewport={"width": width, "height": height})
         finally:
