@@ -123,12 +123,14 @@ class _Lanes:
 
 
 def _arrows(placed: list[tuple[Event, int]], start: int) -> list[dict[str, Any]]:
-    """From each collective to the same one on the other ranks: the n-th of its name, purpose and bucket in a step."""
+    """From each collective to the same one on the other ranks: the n-th of its name, purpose, bucket and ranks in a
+    step."""
     counts: dict[tuple[Any, ...], int] = defaultdict(int)
     groups: dict[tuple[Any, ...], list[tuple[Event, int]]] = defaultdict(list)
     for event, lane in placed:
         if event.kind == "collective":
-            key = (event.step, event.name, event.attrs.get("purpose"), event.attrs.get("bucket"))
+            key = (event.step, event.name, event.attrs.get("purpose"), event.attrs.get("bucket"),
+                   str(event.attrs.get("ranks")))
             counts[event.rank, *key] += 1
             groups[*key, counts[event.rank, *key]].append((event, lane))
     rows: list[dict[str, Any]] = []

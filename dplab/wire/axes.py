@@ -68,4 +68,5 @@ class Axes:
         link: LinkClass | None = None
         if transport.size > 1 and (self.topology is not None or self.hosts.hosts > 1):
             link = self.hosts.link_class(self.world.rank, mine)
-        return Collectives(transport, self._counters, self._recorder, link=link)
+        ranks = mine if 1 < len(mine) < self.world.size else None
+        return Collectives(transport, self._counters, self._recorder, link=link, ranks=ranks)

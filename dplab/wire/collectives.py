@@ -178,7 +178,8 @@ class Counters:
 
 
 class Collectives:
-    """The collectives along one axis. Several axes of a rank share `counters`. `link`: where what it sends goes."""
+    """The collectives along one axis. Several axes of a rank share `counters`. `link`: where what it sends goes;
+    `ranks`: on the axis, where these are not all."""
 
     pieces = 1
     """Into how many equal pieces a tensor must divide that it all-reduces."""
@@ -187,8 +188,9 @@ class Collectives:
     """The axis along which it sums gradients first, and no codec does, where there is one."""
 
     def __init__(self, transport: Transport, counters: Counters, recorder: Recorder, *,
-                 link: LinkClass | None = None) -> None:
+                 link: LinkClass | None = None, ranks: Sequence[int] | None = None) -> None:
         self.transport, self.counters, self.recorder, self.link = transport, counters, recorder, link
+        self.ranks = ranks
         self._part: Part | None = None
         self.rank, self.size = transport.rank, transport.size
         self._labelled = transport if isinstance(transport, Labelled) else None
@@ -293,6 +295,8 @@ class Collectives:
                 attrs["filled"] = part.filled
             if self.link is not None:
                 attrs["link"] = self.link
+            if self.ranks is not None:
+                attrs["ranks"] = self.ranks
             if part.row is not None:
                 attrs["of"] = part.row
             self.recorder.span("collective", name, issued, min(free, work.done_at or free), **attrs)

@@ -17,8 +17,9 @@ from dplab.telemetry.rundir import RunDirectory
 from dplab.telemetry.trace import chrome_trace, export
 
 
-def collective(rank: int, t0: int, t1: int, *, bucket: int = 0, step: int = 0) -> Event:
-    return Event("collective", "all_reduce", rank, step, t0, t1, {"purpose": "grads", "bucket": bucket, "bytes": 8})
+def collective(rank: int, t0: int, t1: int, *, bucket: int = 0, step: int = 0, **more: Any) -> Event:
+    return Event("collective", "all_reduce", rank, step, t0, t1, {
+        "purpose": "grads", "bucket": bucket, "bytes": 8, **more})
 
 
 RUN = [
@@ -74,6 +75,9 @@ def test_arrows_join_the_same_collective_on_all_ranks() -> None:
     three = [collective(rank, rank, rank + 5, step=step) for rank in range(3) for step in range(2)]
     assert [row["pid"] for row in rows("t", three)] == [1, 1]
     assert rows("s", [collective(0, 1, 2)]) == []  # alone, it joins nothing
+    hosts = [collective(rank, 1, 2, ranks=[rank // 2 * 2, rank // 2 * 2 + 1]) for rank in range(4)]
+    assert [(row["pid"], row["id"]) for row in rows("s", hosts)] == [(0, 0), (2, 1)]      # two of four ranks each
+    assert [(row["pid"], row["id"]) for row in rows("f", hosts)] == [(1, 0), (3, 1)]
 
 
 def test_gauges_become_counters() -> None:

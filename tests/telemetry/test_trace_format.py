@@ -140,6 +140,25 @@ def test_the_trace_of_a_real_run_keeps_the_rules_and_joins_every_collective(stra
     assert {row["args"]["name"] for row in rows if row["name"] == "process_name"} == {"rank 0", "rank 1", "rank 2"}
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp+hybrid+topology=2x2@10gbe", "zero2+hybrid+topology=2x2@10gbe"])
+def test_arrows_join_the_ranks_of_a_host_or_those_across_and_no_others(strategy: str, tmp_path: Path) -> None:
+    run = dplab.launch("dplab.workloads.train:train", world_size=4, strategy=strategy, root=tmp_path, detach=False,
+                       kwargs={"steps": 2, "batch_size": 1})
+    run.wait()
+    trace = json.loads(export(run.path, tmp_path / "trace.json").read_text())
+    assert broken(trace) == []
+    joined: dict[tuple[str, int], list[int]] = defaultdict(list)
+    for row in trace["traceEvents"]:
+        if row["ph"] in "stf":
+            joined[row["name"], row["id"]].append(row["pid"])
+    found = {(name, tuple(sorted(ranks))) for (name, _), ranks in joined.items()}
+    hosts, across, everyone = {(0, 1), (2, 3)}, {(0, 2), (1, 3)}, (0, 1, 2, 3)
+    assert {ranks for name, ranks in found if name == "reduce_scatter"} == hosts
+    assert {ranks for name, ranks in found if name == "all_gather"} == hosts
+    assert {ranks for name, ranks in found if name == "all_reduce"} == {*across, everyone}      # control goes to all
+
+
 def test_ranks_of_two_hosts_lie_on_one_clock(tmp_path: Path) -> None:
     """The second host started 100 s later, so that its monotonic clock shows less at the same moment."""
     directory = RunDirectory(tmp_path / "run")
