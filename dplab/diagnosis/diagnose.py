@@ -32,12 +32,12 @@ def judged(facts: Facts, run: str, stuck: Finding | None = None) -> Diagnosis:
 
 
 def findings(facts: Facts) -> list[Finding]:
-    """What the rules find, the most expensive first; what costs the same in the order of the rules."""
+    """What the rules find, the most expensive first; of what costs the same, where a remedy gains the most."""
     if not facts.steps:
         return []
     rules = (*RULES, *TIMED) if facts.enough else RULES
     found = [finding for rule in rules if (finding := rule(facts)) is not None]
-    return sorted(found, key=lambda finding: -min(finding.cost, 1.0))
+    return sorted(found, key=lambda finding: (-min(finding.cost, 1.0), -(finding.gain or 0.0)))
 
 
 def _summary(facts: Facts) -> str:

@@ -174,7 +174,7 @@ def utilization(facts: Facts) -> Finding | None:
 
 
 TIMED: tuple[Callable[[Facts], Finding | None], ...] = (
-    small_model, communication, small_buckets, straggler, data, utilization, memory.recompute)
+    small_model, small_buckets, communication, straggler, data, utilization, memory.recompute)
 """Rules over medians of steps, which take some steps."""
 RULES: tuple[Callable[[Facts], Finding | None], ...] = (
     numbers.not_finite, numbers.skipped, memory.retries, memory.fragmentation, memory.nearly_full)

@@ -105,8 +105,10 @@ def test_one_rank_alone_would_be_as_fast() -> None:
                              "it waits")
     assert "4 pay from about 2 times the work a step" in seen.remedy
     assert seen.gain == pytest.approx(1 - 4 * 15 / 100)
-    kinds = [finding.kind for finding in found(4, compute=10.0, exposed=85.0)]
-    assert kinds[:2] == ["small-model", "communication"]      # what costs the same, the cause first
+    for compute, exposed, first in ((5.0, 90.0, "small-model"), (10.0, 85.0, "communication")):
+        both = found(4, compute=compute, exposed=exposed)[:2]      # they cost the same; what gains more comes first
+        assert (both[0].kind, both[0].cost) == (first, both[1].cost)
+        assert (both[0].gain or 0) > (both[1].gain or 0)
     # what a rank does besides computing it would do alone as well
     assert not any(f.kind == "small-model" for f in found(4, compute=10.0, data=30.0, exposed=57.0))
 
@@ -116,6 +118,8 @@ def test_many_small_buckets() -> None:
     assert seen.what == "gradients travel in 40 small reductions a step"
     assert seen.evidence == "16 KiB each, where even the quickest took 0.50 ms"
     assert seen.gain == pytest.approx(39 * 0.5 / 100)
+    kinds = [finding.kind for finding in found(exposed=40.0, compute=55.0, buckets=40, bucket_bytes=16 << 10)]
+    assert kinds == ["small-buckets", "communication"]      # what gains more comes first
     assert not any(f.kind == "small-buckets" for f in found(buckets=40, bucket_bytes=1 << 20))
 
 
