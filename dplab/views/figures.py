@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable, Mapping
 from html import escape
 
@@ -19,6 +20,10 @@ from dplab.views.words import rows
 
 _LOG_LINES = 16
 _LETTERS = 110
+_NOTE_LETTERS, _NOTE_LINE, _NOTE_DOWN = 105, 15, 44
+"""letters of a note's line, its height, and how far below the plot the first one begins: under the axis' label"""
+_TITLE_UP = 29
+"""how far above the plot a title stands: over the legend"""
 
 
 def figure(chart: Chart) -> go.Figure:
@@ -31,7 +36,7 @@ def figure(chart: Chart) -> go.Figure:
                               line={"color": theme.color(mark.role), "width": 1 if mark.faint else 2},
                               opacity=0.55 if mark.faint else 1)
         elif isinstance(mark, StackedArea):
-            _add_area(drawn, mark)
+            _add_area(drawn, mark, chart.x_range)
         elif isinstance(mark, Lanes):
             _add_lanes(drawn, mark)
         elif isinstance(mark, Bars):
@@ -86,12 +91,14 @@ def _lines(mark: Log) -> list[str]:
     return [f"<b>{whose}</b> {escape(text)}" for whose, _, text in rows(mark.lines, _LETTERS)]
 
 
-def _add_area(drawn: go.Figure, mark: StackedArea) -> None:
+def _add_area(drawn: go.Figure, mark: StackedArea, x_range: tuple[float, float] | None) -> None:
+    """Every value holds until the next x, the last one to the end of the scale."""
+    edges = np.append(mark.x, max(mark.x[-1], x_range[1] if x_range else mark.x[-1]))
     for role, ys in zip(mark.roles, mark.ys, strict=True):
-        pattern = {"shape": "/", "size": 5} if role in theme.HATCHED else None
-        drawn.add_scatter(x=mark.x, y=ys, name=theme.label(role), mode="lines", stackgroup="all",
+        pattern = {"shape": "/", "size": 5, "bgcolor": theme.color(role), "fgcolor": "white"}
+        drawn.add_scatter(x=edges, y=np.append(ys, ys[-1]), name=theme.label(role), mode="lines", stackgroup="all",
                           line={"color": theme.color(role), "width": 0.5, "shape": "hv"}, fillcolor=theme.color(role),
-                          fillpattern=pattern)
+                          fillpattern=pattern if role in theme.HATCHED else None)
 
 
 def _add_lanes(drawn: go.Figure, mark: Lanes) -> None:
@@ -120,21 +127,29 @@ def _marker(role: str) -> dict[str, object]:
 
 
 def _styled(drawn: go.Figure, chart: Chart) -> go.Figure:
+    """Title and value above the legend, the note below the axis' label: lines of their own, so that none meet."""
     # template "none": the default one is most of the size of a small figure
     axis = {"gridcolor": theme.GRID, "zeroline": False, "automargin": True}
+    note = textwrap.wrap(chart.note, _NOTE_LETTERS)
     drawn.update_layout(
-        template="none", title={"text": chart.title, "x": 0, "xref": "paper", "font": {"size": 14}}, height=340,
-        margin={"l": 60, "r": 15, "t": 40, "b": 85}, font={"color": theme.TEXT, "size": 11},
-        paper_bgcolor="rgba(0,0,0,0)", plot_bgcolor="rgba(0,0,0,0)",
-        legend={"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 1, "xanchor": "right"},
+        template="none", height=330 + _NOTE_LINE * len(note),
+        title={"text": chart.title, "x": 0, "xref": "paper", "y": 1, "yref": "paper", "yanchor": "bottom",
+               "pad": {"b": _TITLE_UP}, "font": {"size": 14}},
+        margin={"l": 60, "r": 15, "t": 62, "b": _NOTE_DOWN + 8 + _NOTE_LINE * len(note)},
+        font={"color": theme.TEXT, "size": 11}, paper_bgcolor="rgba(0,0,0,0)", plot_bgcolor="rgba(0,0,0,0)",
+        legend={"orientation": "h", "y": 1.01, "yanchor": "bottom", "x": 0, "xanchor": "left"},
     )
-    drawn.update_xaxes(title=chart.x_label, **axis)
+    drawn.update_xaxes(title={"text": chart.x_label, "standoff": 4}, **axis)
     drawn.update_yaxes(title=chart.y_label, **axis)
+    if chart.value:
+        red = {"color": theme.ALERT} if chart.alert else {}
+        drawn.add_annotation(text=escape(chart.value), showarrow=False, xref="paper", yref="paper", x=1, y=1,
+                             xanchor="right", yanchor="bottom", yshift=_TITLE_UP, font=red)
     if chart.x_range is not None:
         drawn.update_xaxes(range=chart.x_range)
     if chart.y_range is not None:
         drawn.update_yaxes(range=chart.y_range)
-    if chart.note:
-        drawn.add_annotation(text=chart.note, showarrow=False, xref="paper", yref="paper", x=0, y=0, yshift=-62,
-                             xanchor="left", align="left")
+    if note:
+        drawn.add_annotation(text="<br>".join(map(escape, note)), showarrow=False, xref="paper", yref="paper", x=0, y=0,
+                             yanchor="top", yshift=-_NOTE_DOWN, xanchor="left", align="left")
     return drawn

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from html import unescape
+
 import numpy as np
 import plotly.graph_objects as go
 import pytest
 
+from dplab.telemetry.events import Event
 from dplab.telemetry.steps import ANATOMY
 from dplab.views import theme
 from dplab.views.figures import figure, timeline_figure
@@ -50,3 +53,33 @@ def test_timeline_of_nothing_says_so():
 def test_figures_are_small(fold):
     for chart in fold.charts():
         assert len(figure(chart).to_json()) < 20_000
+
+
+def test_what_stands_around_a_figure_is_whole_and_in_lines_of_its_own(fold):
+    charts = [chart for chart in fold.charts() if chart.note]
+    assert len(charts) > 8
+    for chart in charts:
+        drawn = figure(chart)
+        note = next(one for one in drawn.layout.annotations if one.yanchor == "top" and one.xanchor == "left"
+                    and one.yshift is not None)
+        lines = unescape(note.text).split("<br>")
+        assert " ".join(lines) == chart.note
+        assert max(map(len, lines)) <= 105
+        assert -note.yshift + 15 * len(lines) < drawn.layout.margin.b
+        told = [one for one in drawn.layout.annotations if one.xanchor == "right"]
+        assert [one.text for one in told] == [chart.value] * bool(chart.value)
+
+
+def test_a_value_that_is_not_as_it_should_be_is_red_and_words_of_a_rank_are_no_markup():
+    fold = Fold(2, "zero2")
+    fold.feed([*run_events(2, 3), Event("log", "stdout", 0, 2, 1, 1, {"text": "<b>loss</b>"})])
+    (value,) = (one for one in figure(fold.wire.chart(0)).layout.annotations if one.xanchor == "right")
+    assert (value.text.endswith("they differ"), value.font.color) == (True, theme.ALERT)
+    assert "&lt;b&gt;loss" in figure(fold.logs.chart()).layout.annotations[-1].text
+
+
+def test_the_last_step_of_a_stack_goes_to_the_end_of_the_scale(fold):
+    chart = fold.steps.chart()
+    for trace, column in zip(figure(chart).data, chart.marks[0].ys, strict=True):
+        assert trace.x[-1] == chart.x_range[1] == 21
+        assert (trace.y[-1], len(trace.y)) == (column[-1], len(column) + 1)
