@@ -71,5 +71,5 @@ def cell_id() -> str | None:
 
 
 def show(bundle: dict[str, Any], display_id: str, *, update: bool = False) -> None:
-    """Displays a mime bundle under an id, or replaces what stands there."""
-    display(bundle, raw=True, display_id=display_id, update=update)
+    """Displays a mime bundle under an id, or replaces what stands there; in a script, where nothing can, its words."""
+    display(bundle, raw=True, display_id=display_id, update=update) if get_ipython() else print(bundle["text/plain"])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import nbformat
@@ -81,3 +83,11 @@ def test_a_board_shown_again_shows_now(executed):
     notebook = executed("board = Board(run)\nboard", "run.state = 'stopped'", "board")
     (again,) = notebook.cells[3].outputs
     assert again["data"]["text/plain"].startswith("zero2, 2 ranks, stopped")
+
+
+def test_in_a_script_a_board_is_words():
+    script = f"{SETUP}\nfrom IPython.display import display\nboard = Board(run)\ndisplay(board)\nboard.freeze()"
+    done = subprocess.run([sys.executable, "-c", script], cwd=Path(__file__).parents[2], capture_output=True, text=True,
+                          timeout=60, check=True)
+    assert done.stdout.count("zero2, 2 ranks, running\n  Loss: 3.000 at step 1, 2.333 at step 3\n") >= 1
+    assert "svg" not in done.stdout + done.stderr
