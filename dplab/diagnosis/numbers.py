@@ -22,9 +22,17 @@ def not_finite(facts: Facts) -> Finding | None:
     first = min(since.values())
     ranks = sorted(rank for rank, step in since.items() if step == first)
     told = facts.losses.ranks[ranks[0]]
-    where = "" if len(ranks) == len(facts.losses.ranks) else f" on rank{'s' if len(ranks) > 1 else ''} " + ", ".join(
-        map(str, ranks))
-    return Finding(kind=NOT_FINITE, cost=1.0, remedy=_steady(facts) if told.last else _clean(facts),
+    others = [rank for rank, told in facts.losses.ranks.items() if rank not in ranks and told.step >= first]
+    where = f" on rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}" if others else ""
+    if told.last is None:
+        remedy = ("look at the inputs, the targets and the initial weights: the very first forward made no number of "
+                  "them")
+    elif where:
+        remedy = (f"look at the batch of step {first + 1}{where}: all ranks have the same weights, so that it comes "
+                  f"from inputs or targets there, or from a mean over nothing")
+    else:
+        remedy = _steady(facts)
+    return Finding(kind=NOT_FINITE, cost=1.0, remedy=remedy + ("" if facts.losses.broken else _WATCH),
                    what=f"the loss is {told.what} since step {first + 1}{where}", evidence=_seen(facts, ranks[0]))
 
 
@@ -51,17 +59,7 @@ def _steady(facts: Facts) -> str:
         ways.append(f"clipped gradients ('{facts.plus('clip_grad_norm=1')}')")
     if (wider := _in_bf16(facts)) is not None:
         ways.append(f"'{wider}', since bf16 has the range of fp32")
-    return f"train again from before that step with {', or '.join(ways)}" + _watched(facts)
-
-
-def _clean(facts: Facts) -> str:
-    """What to look at where no loss was ever a number."""
-    return ("look at the inputs, the targets and the initial weights: the very first forward made no number of them"
-            + _watched(facts))
-
-
-def _watched(facts: Facts) -> str:
-    return "" if facts.losses.broken is not None else _WATCH
+    return f"train again from before that step with {', or '.join(ways)}"
 
 
 def skipped(facts: Facts) -> Finding | None:

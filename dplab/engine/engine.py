@@ -312,6 +312,7 @@ class Engine:
         self._recorder.span("step", "train", self._step_began, end, micro_batches=window.backwards,
                             moved=moved)
         self._recorder.step += 1
+        self._recorder.phase("running")
         self._step_began = end
         self.steps += 1
         self.zero_grad()

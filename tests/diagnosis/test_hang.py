@@ -54,7 +54,7 @@ def test_the_rank_that_is_missed_is_named_with_its_line() -> None:
     run = dplab.launch(train, world_size=3, args=("loop",), detach=False)
     found = until_it_hangs(run)
     assert "ranks [0, 2] wait for [1]" in found.what
-    assert "rank 1: in step 2, optimizer; " in found.evidence
+    assert "rank 1: after step 2, in its program; " in found.evidence
     assert "waits_for_ever" in found.evidence
     assert found.remedy.startswith("look at that line")
     assert run.state == "running"

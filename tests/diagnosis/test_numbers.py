@@ -59,8 +59,14 @@ def test_the_rank_on_which_it_began_is_named() -> None:
     (seen,) = judged(events({0: [5.0, 5.0, 5.0, NAN], 1: [5.0, 4.0, INF, NAN], 2: [5.0, 5.0, 5.0, NAN]}), ranks=3)
     assert seen.what == "the loss is infinite since step 3 on rank 1"
     assert seen.evidence == "it was 5 in step 1 and 4 in step 2, the last finite one; 2 of 4 steps are lost"
+    assert seen.remedy == ("look at the batch of step 3 on rank 1: all ranks have the same weights, so that it comes "
+                           "from inputs or targets there, or from a mean over nothing" + LENS)
     (seen,) = judged(events({0: [NAN, NAN], 1: [5.0, NAN], 2: [NAN, NAN]}), ranks=3)
     assert seen.what == "the loss is NaN since step 1 on ranks 0, 2"
+
+    told = events({0: [5.0, NAN], 1: [5.0, NAN]})      # the second rank's step is still on its way
+    (seen,) = judged([event for event in told if (event.rank, event.step) != (1, 1)])
+    assert seen.what == "the loss is NaN since step 2"
 
 
 def test_a_loss_that_never_was_a_number_comes_from_what_went_in() -> None:
