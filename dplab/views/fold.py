@@ -97,7 +97,9 @@ class Fold:
                 for panel in (self.memory, self.utilization, self.ownership, self.logs, self.findings, self.wire):
                     panel.feed(event)
             self.loss.feed(event)
-            self.throughput.feed(event, self.pace.feed(event))
+            took = self.pace.feed(event)
+            if took is not None or event.kind == "data":
+                self.throughput.feed(event, took)
             step = self._assembler.feed(event)
             if step is not None and step.whole:
                 self.steps.feed(step)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-import numpy as np
-
 from dplab.telemetry.events import Event
 from dplab.telemetry.pace import Pace, number
 from dplab.views.panels import robust_top
@@ -39,14 +37,14 @@ class ThroughputPanel:
             return
         self._took[event.step].append(took)
         if len(self._took[event.step]) == self._world_size:
-            self._append(event.step, float(np.mean(self._took.pop(event.step))))
+            self._append(event.step, sum(self._took.pop(event.step)) / self._world_size)
         if len(self._took) > _PENDING_STEPS:      # of a step that a rank will never end
             self._took.pop(min(self._took))
 
     def _append(self, step: int, took: float) -> None:
         tokens = self._tokens.pop(step, 0) if self._counted else 1
-        for old in [old for old in self._tokens if old < step - _PENDING_STEPS]:
-            del self._tokens[old]
+        if len(self._tokens) > _PENDING_STEPS:
+            self._tokens.pop(min(self._tokens))
         self._recent_tokens = _SMOOTHING * self._recent_tokens + tokens
         self._recent_ns = _SMOOTHING * self._recent_ns + max(took, 1.0)
         self.series.append(step + 1, tokens * 1e9 / max(took, 1.0), self._recent_tokens * 1e9 / self._recent_ns)
