@@ -7,15 +7,21 @@ which a reader finds it.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import shutil
 import time
+import weakref
+from collections.abc import Callable
 from pathlib import Path
 
 from dplab.errors import CheckpointError, UsageError
 
 METADATA = ".metadata"
 """torch's name of the file that is written last."""
+_BUSY_S = 10.0
+"""So long a save waits for another into the same place: as long as the processes of one that died may take to end."""
 
 
 class Folder:
@@ -27,6 +33,7 @@ class Folder:
             raise UsageError(f"{str(path)!r} is no place for a checkpoint; give the path of a folder of its own")
         self.new = self.path.parent / f".{self.path.name}.saving"
         self._old = self.path.parent / f".{self.path.name}.old"
+        self._let_go: Callable[[], object] = lambda: None
 
     def refuse_other_content(self) -> None:
         """Raises UsageError where something stands that is no checkpoint."""
@@ -37,13 +44,43 @@ class Folder:
             raise UsageError(f"{self.path} is not empty and is no checkpoint; give engine.save() a folder of its own")
 
     def begin(self) -> None:
-        """Makes an empty folder to write into, and clears what a save that died has left. On one rank."""
-        if not self.path.exists() and (self._old / METADATA).is_file():
+        """Makes an empty folder to write into, and clears what a save that died has left. On one rank. CheckpointError
+        where another save into the same place goes on and on."""
+        deadline = time.monotonic() + _BUSY_S
+        while not self._begun():
+            if time.monotonic() > deadline:
+                raise CheckpointError(f"another save into {self.path} is under way, of another engine or program; wait "
+                                      f"until it has ended, or give each engine a folder of its own")
+            time.sleep(0.05)
+
+    def _begun(self) -> bool:
+        """Whether the folder is made, and this save's alone."""
+        if self.new.exists():
+            left = _lock(self.new)
+            if left is None:
+                return False
+            shutil.rmtree(self.new)
+            left()
+        try:
+            self.new.mkdir(parents=True)
+        except FileExistsError:
+            return False
+        held = _lock(self.new)
+        if held is None:
+            return False
+        if self.path.exists():      # by a save that still clears away the one before?
+            published = _lock(self.path)
+            if published is None:
+                self.new.rmdir()
+                held()
+                return False
+            published()
+        elif (self._old / METADATA).is_file():
             self._old.rename(self.path)
-        for left in (self.new, self._old):
-            if left.exists():
-                shutil.rmtree(left)
-        self.new.mkdir(parents=True)
+        if self._old.exists():
+            shutil.rmtree(self._old)
+        self._let_go = weakref.finalize(self, held)
+        return True
 
     def appears(self, limit: float = 10.0) -> bool:
         """Whether the folder that `begin` made on another rank is here too; networks may take a moment to say so."""
@@ -68,10 +105,12 @@ class Folder:
         _sync(self.path.parent)
         if self._old.exists():
             shutil.rmtree(self._old, ignore_errors=True)
+        self._let_go()
 
     def abandon(self) -> None:
         """Drops what was written so far. On one rank."""
         shutil.rmtree(self.new, ignore_errors=True)
+        self._let_go()
 
     def readable(self) -> Path:
         """Where the complete checkpoint lies. Raises CheckpointError where there is none, saying what there is."""
@@ -84,6 +123,33 @@ class Folder:
             raise CheckpointError(f"there is no checkpoint {self.path}{torn}")
         raise CheckpointError(f"{self.path} is no complete checkpoint: it has no {METADATA} file; give the folder that "
                               f"engine.save() or torch.distributed.checkpoint wrote")
+
+
+def _lock(folder: Path) -> Callable[[], None] | None:
+    """Locks a folder, so that who comes sees that a save is at it; returns what lets go of it, as a process' end does.
+    None where another has it, or has put another in its place."""
+    try:
+        handle = os.open(folder, os.O_RDONLY)
+    except FileNotFoundError:
+        return None
+
+    def let_go() -> None:
+        with contextlib.suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_UN)      # by itself: a child that was forked meanwhile has the same handle
+        os.close(handle)
+
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        let_go()
+        return None
+    except OSError:
+        pass  # not every file system locks; there a second save is not noticed
+    with contextlib.suppress(FileNotFoundError):
+        if os.path.samestat(os.fstat(handle), os.stat(folder)):
+            return let_go
+    let_go()
+    return None
 
 
 def _sync(folder: Path) -> None:

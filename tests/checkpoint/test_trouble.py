@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import shutil
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -273,6 +274,48 @@ def test_one_rank_that_cannot_tells_the_others_which(tmp_path: Path) -> None:
 
     said = in_threads(2, ranks)
     assert said[1] == f"{said[0]} (on rank 0)"
+
+
+def test_two_saves_into_one_place_come_one_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is being written to is no save that died: it is waited for, then the second is refused by name."""
+    place, engine = tmp_path / "saved", fresh("ddp")
+    other = folder.Folder(place)
+    other.begin()
+    (other.new / "half").write_text("of another's")
+    monkeypatch.setattr(folder, "_BUSY_S", 0.1)
+    said = caught(CheckpointError, lambda: engine.save(place))
+    assert f"another save into {place} is under way, of another engine or program; wait until it has ended" in said
+    assert (other.new / "half").read_text() == "of another's"
+    other.abandon()
+    engine.save(place)
+    assert listing(place)
+
+    left = folder.Folder(place)      # one that died: nobody holds it
+    left.begin()
+    (left.new / "half").write_text("of a save that died")
+    del left
+    engine.save(place)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["saved"]
+
+
+def test_saves_of_two_threads_into_one_place_all_leave_a_whole_one(tmp_path: Path) -> None:
+    place = tmp_path / "saved"
+
+    def save(number: int) -> None:
+        for turn in range(20):
+            one = folder.Folder(place)
+            one.begin()
+            (one.new / folder.METADATA).write_text(f"{number} {turn}")
+            (one.new / "data").write_text(f"{number} {turn}")
+            one.publish()
+
+    threads = [threading.Thread(target=save, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert (place / folder.METADATA).read_text() == (place / "data").read_text()
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
 
 
 def test_two_places_in_one_call_are_told(tmp_path: Path) -> None:
