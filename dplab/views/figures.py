@@ -16,12 +16,14 @@ from dplab.views.fold import Fold
 from dplab.views.panels import last_steps
 from dplab.views.records import Bars, Chart, Lanes, Line, Log, StackedArea, Text
 from dplab.views.studies import bar_chart
-from dplab.views.words import rows
+from dplab.views.words import COUNTED, rows
 
 _LOG_LINES = 16
 _LETTERS = 110
 _NOTE_LETTERS, _NOTE_LINE, _NOTE_DOWN = 105, 15, 44
 """letters of a note's line, its height, and how far below the plot the first one begins: under the axis' label"""
+_FEW = 8
+"""length of an axis on which plotly would put ticks between whole numbers"""
 _TITLE_UP = 29
 """how far above the plot a title stands: over the legend"""
 
@@ -147,6 +149,8 @@ def _styled(drawn: go.Figure, chart: Chart) -> go.Figure:
                              xanchor="right", yanchor="bottom", yshift=_TITLE_UP, font=red)
     if chart.x_range is not None:
         drawn.update_xaxes(range=chart.x_range)
+        if chart.x_label in COUNTED and chart.x_range[1] - chart.x_range[0] < _FEW:
+            drawn.update_xaxes(dtick=1)
     if chart.y_range is not None:
         drawn.update_yaxes(range=chart.y_range)
     if note:

@@ -15,7 +15,7 @@ import numpy as np
 
 from dplab.views import sentences, theme
 from dplab.views.records import Bars, Chart, Floats, Head, Lanes, Line, Log, StackedArea
-from dplab.views.words import short
+from dplab.views.words import COUNTED, short
 
 WIDTH, HEIGHT = 480, 285
 _LEFT, _RIGHT, _TOP, _BOTTOM = 50, 14, 56, 22
@@ -218,7 +218,7 @@ def _grid(chart: Chart, x: _Axis, y: _Axis, *, small: bool) -> str:
         parts.append(f"<text x='{_LEFT - 5}' y='{y.end - 10}' text-anchor='end'>{escape(chart.y_label)}</text>")
     if not bars:
         right = WIDTH - _RIGHT
-        for tick in x.ticks(6, least=1.0 if chart.x_label == "step" else 0.0):      # there is no half of a step
+        for tick in x.ticks(6, least=1.0 if chart.x_label in COUNTED else 0.0):
             parts.append(f"<path d='M{x(tick)} {y.end}V{y.start}' stroke='{theme.GRID}'/>")
             if x(tick) < right - _LETTER * len(chart.x_label) - 20:  # the unit stands there
                 parts.append(f"<text x='{x(tick)}' y='{y.start + 14}' text-anchor='middle'>{short(tick, 5)}</text>")

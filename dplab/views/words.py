@@ -6,6 +6,8 @@ import math
 import textwrap
 from collections.abc import Iterable
 
+COUNTED = ("step", "ranks")
+"""Labels of axes on which there is nothing between two whole numbers."""
 _UNITS = {"kB": 1e3, "MB": 1e6, "GB": 1e9}
 
 

@@ -50,6 +50,13 @@ def test_timeline_of_nothing_says_so():
     assert drawn.layout.annotations[0].text == "no step is complete on every rank yet"
 
 
+def test_few_steps_have_whole_numbers():
+    few, many = Fold(2), Fold(2)
+    few.feed(run_events(2, 3))
+    many.feed(run_events(2, 30))
+    assert [figure(made.loss.chart()).layout.xaxis.dtick for made in (few, many)] == [1, None]
+
+
 def test_figures_are_small(fold):
     for chart in fold.charts():
         assert len(figure(chart).to_json()) < 20_000

@@ -14,6 +14,7 @@ from dplab.views import theme
 from dplab.views.figures import comparison
 from dplab.views.fold import Fold
 from dplab.views.records import Chart, Head, Line, StackedArea
+from dplab.views.studies import against
 from dplab.views.svg import WIDTH, svg
 from tests.views.synthetic import run_events
 
@@ -164,9 +165,12 @@ def test_every_legend_fits_beside_its_neighbour():
     assert wide >= 2
 
 
-def test_steps_are_counted_in_whole_ones():
+def test_steps_and_ranks_are_counted_in_whole_ones():
     fold = Fold(2)
     fold.feed(run_events(2, 3))
     loss = ElementTree.fromstring(svg([fold.loss.chart()], columns=1))
     assert [text.text for text in loss.iter(f"{NAMESPACE}text") if text.get("text-anchor") == "middle"] == [
         "1", "2"]                                    # the unit stands at the third
+    ranks = against([1, 2, 3, 4], [1.0, 1.9, 2.2, 2.1], [1.0, 1.8, 2.1, 2.0], x_label="ranks", y_label="x", title="t")
+    assert [text.text for text in ElementTree.fromstring(svg([ranks], columns=1)).iter(f"{NAMESPACE}text")
+            if text.get("text-anchor") == "middle"] == ["1", "2", "3"]
