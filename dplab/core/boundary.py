@@ -34,7 +34,7 @@ class Boundary:
         """
         self.captures.ended(self.recorder.step + 1)
         if pause and not stop:
-            began = now()
+            began = self.recorder.open("pause", "asked")
             stop = self._wait()
             self.recorder.span("pause", "asked", began, now())
         if stop:

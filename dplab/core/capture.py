@@ -72,7 +72,7 @@ class Captures:
         asked, under_way, self._under_way = self._asked, self._under_way, None
         assert asked is not None
         path, partial = folder / asked.name, folder / f".{asked.name}"
-        began = now()
+        began = self._recorder.open("pause", "capture")
         try:
             if asked.memory:
                 torch.cuda.memory._dump_snapshot(str(partial))  # type: ignore[no-untyped-call]

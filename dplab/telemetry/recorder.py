@@ -14,6 +14,10 @@ from dplab.telemetry.wishes import Capture, Pause
 now = time.monotonic_ns
 
 
+_STEP, _FIRST = "step train", ("data ", "forward ")
+"""A step's range, and what begins one: a step is known as such only when it ends."""
+
+
 class Ranges:
     """Spans as another profiler's ranges (NVTX: Nsight Systems shows them by our names), which must be begun when they
     begin. What was begun and never became a span (an exception came between) ends with its step."""
@@ -21,9 +25,13 @@ class Ranges:
     def __init__(self, start: Callable[[str], Any], end: Callable[[Any], None]) -> None:
         self._start, self._end = start, end
         self._open: dict[int, Any] = {}
+        self._step: Any = None
 
     def open(self, name: str) -> int:
-        """Begins a range; the moment, in ns, is its name for `close`."""
+        """Begins a range; the moment, in ns, is its name for `close`. The first batch or forward after a step begins
+        the next step's too."""
+        if self._step is None and name.startswith(_FIRST):
+            self._step = self._start(_STEP)
         moment = now()
         while moment in self._open:
             moment += 1
@@ -37,6 +45,9 @@ class Ranges:
             handle = self._open.pop(begun, None)
             if handle is not None:
                 self._end(handle)
+        if kind == "step" and self._step is not None:
+            self._end(self._step)
+            self._step = None
 
 
 class Recorder:

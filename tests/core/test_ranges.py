@@ -64,9 +64,12 @@ def test_every_span_of_training_is_a_range_of_its_name(tmp_path: Path) -> None:
         kinds = {kind for kind, _ in spans}
         assert kinds >= {"forward", "backward", "optimizer", "collective", "unshard", "reshard", "data", "checkpoint"}
         assert profiler.names("start") == profiler.names("end")      # none stays open
-        told = sorted(kind for kind, _ in spans if kind not in ("step", "log"))
+        told = sorted(kind for kind, _ in spans if kind != "log")
         assert sorted(name.split()[0] for name in profiler.names("start")) == told
         starts = [name for what, name in profiler.log if what == "start"]
+        steps = [at for at, (what, name) in enumerate(profiler.log) if name == "step train"]
+        assert [profiler.log[at][0] for at in steps] == ["start", "end"] * 2
+        assert [profiler.log[at + 1] for at in steps[::2]] == [("start", "data loader")] * 2
         assert "optimizer AdamW" in starts
         assert "unshard blocks.0" in starts
         assert any(name.startswith("collective reduce_scatter blocks.1") for name in starts)
@@ -79,8 +82,8 @@ def test_what_never_became_a_span_ends_with_its_step() -> None:
     moment = watched.open("backward", "b")
     watched.span("backward", "b", moment, moment + 1)
     watched.span("step", "train", moment, moment + 2)
-    assert profiler.log == [("start", "forward that raised"), ("start", "backward b"), ("end", "backward b"),
-                            ("end", "forward that raised")]
+    assert profiler.log == [("start", "step train"), ("start", "forward that raised"), ("start", "backward b"),
+                            ("end", "backward b"), ("end", "forward that raised"), ("end", "step train")]
 
 
 def test_without_another_profiler_nothing_is_begun() -> None:
