@@ -16,6 +16,7 @@ from dplab.layout import FlatLayout
 from dplab.telemetry.events import Event
 from dplab.views import theme
 from dplab.views.records import Chart, Lanes, Text
+from dplab.views.words import counted
 
 VERBS = {
     "reduce": "the gradients of a backward become averages",
@@ -143,7 +144,8 @@ class OwnershipPanel:
         _, size = next(iter(self._shard.values()))
         kinds = ", ".join(f"{name} {self._sharding.get(_KEY[name], 'replicated')}" for name in ROWS)
         tensors = sum(len(bucket.layout.slots) for bucket in self._buckets)
-        return f"{tensors} tensors in {len(self._buckets)} buckets over {size} shards; {kinds}; {verb}: {VERBS[verb]}"
+        return (f"{counted(tensors, 'tensor')} in {counted(len(self._buckets), 'bucket')} over "
+                f"{counted(size, 'shard')}; {kinds}; {verb}: {VERBS[verb]}")
 
 
 _KEY = {"params": "params", "grads": "grads", "optimizer": "optim"}

@@ -82,7 +82,7 @@ class LossPanel:
     def chart(self, earlier: LossPanel | None = None) -> Chart:
         """Loss over steps; `earlier`: of another run, to compare with."""
         if not len(self.series):
-            return Chart(key="loss", title="Loss", x_label="step", y_label="nats",
+            return Chart(key="loss", title="Loss", x_label="step", y_label="",
                          marks=(Text(text="no loss yet: it appears after the first step"),))
         steps, losses = self.series["step"].copy(), self.series["loss"].copy()
         marks = [Line(role="loss", x=steps, y=losses, faint=True),
@@ -94,7 +94,7 @@ class LossPanel:
         low, high = (float(finite.min()), float(finite.max())) if len(finite) else (0.0, 1.0)
         room = 0.06 * ((high - low) or 1.0)
         return Chart(
-            key="loss", title="Loss", x_label="step", y_label="nats", value=short(self.last, 4),
+            key="loss", title="Loss", x_label="step", y_label="", value=short(self.last, 4),
             legend=tuple((mark.role, theme.label(mark.role)) for mark in marks), marks=tuple(marks),
             x_range=(float(steps[0]), float(steps[-1])), y_range=(low - room, high + room),
             note=f"{self.first:.3f} at step {steps[0]:.0f}, {self.last:.3f} at step {self.last_step + 1}")

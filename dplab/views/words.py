@@ -20,6 +20,11 @@ def short(value: float | None, digits: int = 3) -> str:
     return f"{float(f'{value:.{digits}g}'):g}"
 
 
+def counted(count: int, what: str) -> str:
+    """`1 shard`, `2 shards`."""
+    return f"{count} {what}{'s' * (count != 1)}"
+
+
 def percent(share: float | None) -> str:
     """`62 %` for 0.62; a dash for what is not known."""
     return "–" if share is None else f"{100 * share:.0f} %"

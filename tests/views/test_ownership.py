@@ -118,3 +118,8 @@ def test_a_real_run_records_the_layout_that_it_has(strategy, tmp_path):
     for rank in range(2):
         held = drawn(chart, rank, 1, "optimizer")
         assert (held == "owned").mean() == pytest.approx(0.5)
+
+
+def test_one_is_not_many():
+    assert panel("ddp").chart("reduce").note.startswith("3 tensors in 2 buckets over 1 shard; ")
+    assert panel("zero2").chart("reduce").note.startswith("3 tensors in 2 buckets over 2 shards; ")

@@ -24,6 +24,7 @@ def test_loss_is_the_mean_over_ranks_of_every_step():
     assert fold.loss.series["step"].tolist() == list(range(1, 31))
     expected = [np.mean([synthetic.loss(step, rank) for rank in range(2)]) for step in range(30)]
     np.testing.assert_allclose(fold.loss.series["loss"], expected, rtol=1e-12)
+    assert fold.loss.chart().y_label == ""           # whose unit only the program knows
 
 
 def test_smoothed_loss_is_the_weighted_mean_written_out():
