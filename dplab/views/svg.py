@@ -302,9 +302,11 @@ def _bars(mark: Bars, y: _Axis) -> str:
 
 
 def _filled(shape: str, role: str, inside: str = "") -> str:
+    """`inside` (a tooltip) is said once, by what lies on top."""
     end = f">{inside}</{shape[1:].split()[0]}>" if inside else "/>"
-    filled = f"{shape} fill='{theme.color(role)}'{end}"
-    return filled + f"{shape} fill='url(#hatch)'{end}" if role in theme.HATCHED else filled
+    if role not in theme.HATCHED:
+        return f"{shape} fill='{theme.color(role)}'{end}"
+    return f"{shape} fill='{theme.color(role)}'/>{shape} fill='url(#hatch)'{end}"
 
 
 def _legend(entries: Sequence[tuple[str, str]]) -> str:

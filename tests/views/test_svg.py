@@ -73,6 +73,8 @@ def test_exposed_time_is_hatched_besides_its_colour():
     root = ElementTree.fromstring(svg([fold.sync.chart()], columns=1))
     hatched = [rect for rect in root.iter(f"{NAMESPACE}rect") if rect.get("fill") == "url(#hatch)"]
     assert len(hatched) == 2
+    told = [title.text for title in root.iter(f"{NAMESPACE}title")]
+    assert told == list(fold.sync.chart().marks[0].texts)      # once each
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2, 5000])
