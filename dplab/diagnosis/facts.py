@@ -120,7 +120,7 @@ class Gathering:
     """Folds the events of a run, however long it is. A step in which the program paused does not count."""
 
     def __init__(self, world_size: int, strategy: str | None, cores: int | None = None) -> None:
-        self._of = world_size, strategy, cores
+        self._world_size, self._strategy, self._cores = world_size, strategy, cores
         self._count: dict[int, int] = defaultdict(int)
         self._steps: dict[int, deque[tuple[float, ...]]] = defaultdict(lambda: deque(maxlen=NEWEST))
         self._waits: dict[int, list[float]] = defaultdict(list)
@@ -133,8 +133,13 @@ class Gathering:
         self._losses = Losses(NEWEST)
 
     def feed(self, event: Event) -> None:
-        """Takes gauges (of utilization, memory, losses, and the layout, which tells the memory's limit) and logs."""
+        """Takes gauges (of utilization, memory, losses, and the layout, which tells the memory's limit), logs, and
+        restarts, behind which there may be fewer ranks."""
         self._losses.feed(event)
+        if event.kind == "restart":
+            self._world_size = int(event.attrs.get("world_size", self._world_size))
+            self._waits.clear()
+            self._wire.clear()
         if event.kind != "gauge" or event.name not in ("utilization", "memory", "layout"):
             return
         told = {name: value for name, value in event.attrs.items() if isinstance(value, int | float)}
@@ -171,14 +176,14 @@ class Gathering:
     def _wait(self, index: int, exposed: float) -> None:
         """Every rank waits for the last one and then for the wire; the last one for the wire alone."""
         self._waits[index].append(exposed)
-        if len(self._waits[index]) == self._of[0]:
+        if len(self._waits[index]) == self._world_size:
             self._wire.append(min(self._waits.pop(index)))
         elif len(self._waits) > NEWEST:      # steps that some rank never ended
             del self._waits[next(iter(self._waits))]
 
     def facts(self) -> Facts:
         """What is known by now."""
-        facts = Facts(*self._of, losses=self._losses)
+        facts = Facts(self._world_size, self._strategy, self._cores, losses=self._losses)
         facts.steps = min((self._count[rank] for rank in range(facts.world_size)), default=0)
         for rank, steps in sorted(self._steps.items()):
             if rank >= facts.world_size:      # of before a restart with fewer

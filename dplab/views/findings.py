@@ -21,7 +21,7 @@ class FindingsPanel:
         self.told: Diagnosis | None = None
 
     def feed(self, event: Event) -> None:
-        """Takes gauges."""
+        """Takes gauges, logs and restarts."""
         self._gathering.feed(event)
 
     def feed_step(self, step: Step) -> None:

@@ -92,7 +92,8 @@ class Fold:
         """Takes events."""
         self._status = None
         for event in events:
-            if event.kind in ("gauge", "log") or not self._begun:      # time starts at the first event of any kind
+            # time starts at the first event of any kind
+            if event.kind in ("gauge", "log", "restart") or not self._begun:
                 self._begun = True
                 for panel in (self.memory, self.utilization, self.ownership, self.logs, self.findings, self.wire):
                     panel.feed(event)

@@ -10,6 +10,7 @@ import pytest
 from dplab.diagnosis.diagnose import findings
 from dplab.diagnosis.facts import NEWEST, Gathering, gather
 from dplab.diagnosis.findings import Diagnosis, Finding
+from dplab.telemetry.events import Event
 from dplab.telemetry.steps import StepAssembler
 from dplab.views.figures import figure
 from dplab.views.findings import SHOWN, FindingsPanel, chart
@@ -94,6 +95,19 @@ def test_the_panel_of_a_fold_finds_what_the_rules_find():
     assert fold.findings.chart().caption == ("12 steps on 2 ranks, 100.0 ms each: 78% computing, 16% waiting for the "
                                              "wire")
     assert fold.charts()[-1].key == "findings"
+
+
+def test_a_run_that_went_on_with_fewer_ranks_is_judged_by_those():
+    """Rank 1 failed in the third step, before it had ended one."""
+    before = [event for step in range(2) for event in step_events(0, step)]
+    again = Event("restart", "run", 1, 2, before[-1].t1, before[-1].t1, {"number": 1, "world_size": 1, "why": "-"})
+    after = [event for step in range(2, 12) for event in step_events(0, step)]
+    fold = Fold(2, "ddp", 8)
+    fold.feed(before)
+    assert fold.findings.chart().note == "no step that rank 1 ended is recorded, so there is nothing to judge"
+    fold.feed([again, *after])
+    assert fold.findings.chart().caption.startswith("12 steps on 1 rank, ")
+    assert (fold.findings.judged().steps, fold.findings.judged().findings) == (12, ())
 
 
 def test_of_a_long_run_the_newest_steps_count_and_no_more_are_kept():
