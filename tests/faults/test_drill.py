@@ -22,6 +22,7 @@ def test_seeds_reach_every_kind_every_moment_and_every_rank() -> None:
     assert {trial.rank for trial in trials} == {0, 1}
     assert {trial.restarts for trial in trials} == {0, 1}
     assert trials[0] == Trial.of(0)
+    assert all(f"in the {trial.point} of step {trial.step + 1}, " in str(trial) for trial in trials)
 
 
 @pytest.mark.parametrize("seed", range(10))
