@@ -39,7 +39,9 @@ def rank_pids(run: Path, world_size: int) -> list[int]:
     directory = RunDirectory(run)
 
     def started() -> bool:
-        return all((directory.rank(rank) / "ready").exists() for rank in range(world_size))
+        known = (directory.processes() or {"ranks": []})["ranks"]      # ranks may be quicker than who writes them down
+        return len(known) == world_size and all(
+            (directory.rank(rank) / "ready").exists() for rank in range(world_size))
 
     poll(started, f"{world_size} ranks of {run} are ready, logs: {_logs(run)}", limit=60)
     found = directory.processes()

@@ -25,6 +25,12 @@ def board_threads():
     return [thread for thread in threading.enumerate() if thread.name == "dplab-board"]
 
 
+@pytest.fixture(autouse=True)
+def no_thread_of_before():
+    """A board that a test has closed ends its thread soon after."""
+    until(lambda: not board_threads())
+
+
 @pytest.fixture
 def run():
     return FakeRun(2, events=run_events(2, 5))
