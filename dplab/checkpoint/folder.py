@@ -29,6 +29,8 @@ class Folder:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path).absolute()
+        if self.path.is_symlink():      # renamed, it would be the link that is replaced, and not what it stands for
+            self.path = Path(os.path.realpath(self.path))
         if not self.path.name:
             raise UsageError(f"{str(path)!r} is no place for a checkpoint; give the path of a folder of its own")
         self.new = self.path.parent / f".{self.path.name}.saving"
@@ -55,32 +57,38 @@ class Folder:
 
     def _begun(self) -> bool:
         """Whether the folder is made, and this save's alone."""
-        if self.new.exists():
-            left = _lock(self.new)
-            if left is None:
+        with contextlib.ExitStack() as kept:      # whatever goes wrong, no lock outlives this call
+            if self.new.exists() and not self._cleared(kept):
                 return False
-            shutil.rmtree(self.new)
-            left()
-        try:
-            self.new.mkdir(parents=True)
-        except FileExistsError:
-            return False
-        held = _lock(self.new)
-        if held is None:
-            return False
-        if self.path.exists():      # by a save that still clears away the one before?
-            published = _lock(self.path)
-            if published is None:
-                self.new.rmdir()
-                held()
+            try:
+                self.new.mkdir(parents=True)
+            except FileExistsError:
                 return False
-            published()
-        elif (self._old / METADATA).is_file():
-            self._old.rename(self.path)
-        if self._old.exists():
-            shutil.rmtree(self._old)
-        self._let_go = weakref.finalize(self, held)
+            held = _lock(self.new)
+            if held is None:
+                return False
+            kept.callback(held)
+            if self.path.exists():      # by a save that still clears away the one before?
+                published = _lock(self.path)
+                if published is None:
+                    self.new.rmdir()
+                    return False
+                published()
+            elif (self._old / METADATA).is_file():
+                self._old.rename(self.path)
+            if self._old.exists():
+                shutil.rmtree(self._old)
+            kept.pop_all()
+            self._let_go = weakref.finalize(self, held)
         return True
+
+    def _cleared(self, kept: contextlib.ExitStack) -> bool:
+        """Whether what a save that died has left is gone; False where it goes on."""
+        left = _lock(self.new)
+        if left is not None:
+            kept.callback(left)
+            shutil.rmtree(self.new)
+        return left is not None
 
     def appears(self, limit: float = 10.0) -> bool:
         """Whether the folder that `begin` made on another rank is here too; networks may take a moment to say so."""

@@ -318,6 +318,35 @@ def test_saves_of_two_threads_into_one_place_all_leave_a_whole_one(tmp_path: Pat
     assert [path.name for path in tmp_path.iterdir()] == ["saved"]
 
 
+@pytest.mark.parametrize("there", [True, False])
+def test_a_place_that_is_a_link_stays_one_and_what_it_stands_for_is_saved_into(there: bool, tmp_path: Path) -> None:
+    real, link, engine = tmp_path / "disk" / "real", tmp_path / "saved", fresh("ddp")
+    real.parent.mkdir()
+    if there:
+        real.mkdir()
+    link.symlink_to(real)
+    for _ in range(3):
+        engine.save(link)
+        assert link.is_symlink() and (real / ".metadata").is_file()
+        assert listing(tmp_path) == {"saved", "disk"} and listing(real.parent) == {"real"}
+    fresh("ddp").load(link)
+
+
+def test_a_save_that_cannot_begin_holds_up_no_later_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place, engine = saved(tmp_path / "saved"), fresh("ddp")
+    shutil.copytree(place, tmp_path / ".saved.old")
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(folder.shutil, "rmtree", fails)
+        assert "Permission denied" in caught(CheckpointError, lambda: engine.save(place))
+    monkeypatch.setattr(folder, "_BUSY_S", 0.0)
+    engine.save(place)
+    assert listing(tmp_path) == {"saved"}
+
+
 def test_two_places_in_one_call_are_told(tmp_path: Path) -> None:
     def ranks() -> str:
         engine = fresh()
