@@ -139,7 +139,6 @@ class Gathering:
         if event.kind == "restart":
             self._world_size = int(event.attrs.get("world_size", self._world_size))
             self._waits.clear()
-            self._wire.clear()
         if event.kind != "gauge" or event.name not in ("utilization", "memory", "layout"):
             return
         told = {name: value for name, value in event.attrs.items() if isinstance(value, int | float)}
@@ -194,7 +193,8 @@ class Gathering:
                 **dict(zip(_COLUMNS, medians, strict=True)), memory=self._memory.get(rank, {}),
                 limit=self._limit.get(rank), **self._device(rank), **self._grown(rank))
         if self._wire:
-            facts.wire = statistics.median(list(self._wire)[self._warm_up(0):])
+            wire = list(self._wire)      # of steps that every rank has ended, which may be fewer than rank 0 has
+            facts.wire = statistics.median(wire[self._warm_up(0):] or wire)
         if self._reductions:
             kept_reductions = list(self._reductions)[self._warm_up(0):]
             facts.reductions = [one for step in kept_reductions for one in step]

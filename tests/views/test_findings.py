@@ -131,3 +131,19 @@ def test_what_was_told_last_stands_until_it_is_told_anew():
     assert panel.chart().value == "1 finding"
     panel.told = None
     assert panel.chart().note == "no step has ended yet on every rank, so there is nothing to judge"
+
+
+@pytest.mark.parametrize("common", [0, 1, 2, 3])
+def test_ranks_that_have_few_steps_in_common_are_judged_by_what_there_is(common):
+    """A rank died, or its file is behind: rank 0 has left its warm-up, and the steps that both ended are all of it."""
+    events = [event for step in range(12) for rank in range(2 if step < common else 1)
+              for event in step_events(rank, step)]
+    assert gather(events, world_size=2, strategy="ddp", cores=8).wire == pytest.approx(16.0 if common else 0.0)
+
+
+def test_just_after_a_restart_the_steps_before_it_are_judged_too():
+    again = Event("restart", "run", 1, 10, 0, 0, {"number": 1, "world_size": 2, "why": "-"})
+    for after in range(4):
+        events = [*run_events(2, 10), again, *(event for step in range(10, 10 + after) for rank in range(2)
+                                               for event in step_events(rank, step))]
+        assert gather(events, world_size=2, strategy="ddp", cores=8).wire == pytest.approx(16.0)
