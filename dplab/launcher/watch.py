@@ -56,7 +56,8 @@ class Watch:
         self._past = Past(lambda: _reader(run), self._new_fold)
         self.compared = ""
         """directory of the run that stands beside this one"""
-        self._others = _others(run)
+        self._others: tuple[int, list[tuple[str, str]]] = -1, []
+        """when the folder of runs last changed, in ns, and those that can be compared with then"""
         self._judged_at = float("-inf")
         self._stacks: Stacks = {}
 
@@ -110,7 +111,9 @@ class Watch:
         """Looks at the run as it was when every rank had ended its `step`-th step. UsageError outside of 1 to the
         last."""
         last = self.fold.pace.steps
-        if not isinstance(step, int) or not 1 <= step <= last:
+        if not last:
+            raise UsageError(f"seek({step!r}) is not allowed; there is no step yet that every rank has ended")
+        if type(step) is not int or not 1 <= step <= last:
             raise UsageError(f"seek({step!r}) is not allowed; the run has ended {last} steps: give 1 to {last}")
         with self._guard:
             self.step = step
@@ -205,9 +208,19 @@ class Watch:
         """The same in plain values, with what the page's controls need to know."""
         head = self.head()
         return {"state": head.state, "path": str(self.run.path), "problem": head.problem, "facts": head.facts,
-                "others": self._others, "compared": self.compared,
+                "others": self._offered(), "compared": self.compared,
                 "relaunch": self.run.relaunchable, "cuda": self.fold.memory.cuda,
                 "last": self.fold.pace.steps, "shown": self.step}
+
+    def _offered(self) -> list[tuple[str, str]]:
+        """Other runs, looked for anew when one has come or gone."""
+        try:
+            changed = self.run.path.parent.stat().st_mtime_ns
+        except OSError:
+            return []
+        if changed != self._others[0]:
+            self._others = changed, _others(self.run)
+        return self._others[1]
 
     def message(self, feed: Any, *, keyframe: bool, rank: int | None = None,
                 **more: Any) -> tuple[dict[str, Any], bytes]:

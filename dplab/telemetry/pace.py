@@ -12,12 +12,13 @@ from dplab.telemetry.events import Event
 class Pace:
     """Steps and tokens of a run so far, in a few numbers a rank; feed it events in any batches, each once."""
 
-    def __init__(self) -> None:
+    def __init__(self, world_size: int = 0) -> None:
+        """`world_size`: ranks that there are, if known; else those count that have ended a step."""
         self.steps = 0
         """optimizer steps that every rank has finished"""
         self._paused: dict[int, int] = defaultdict(int)
         self._left_out: dict[int, int] = defaultdict(int)
-        self._steps_of: dict[int, int] = defaultdict(int)
+        self._steps_of: dict[int, int] = defaultdict(int, dict.fromkeys(range(world_size), 0))
         self._samples = self._tokens = 0
         self._training: tuple[int, int] | None = None
 

@@ -83,7 +83,7 @@ class Fold:
         self.findings = FindingsPanel(world_size, strategy, cores)
         self.earlier: Fold | None = None
         """another run, which stands beside this one where two can"""
-        self.pace = Pace()
+        self.pace = Pace(world_size)
         self._assembler = StepAssembler()
         self._status: Status | None = None
         self._begun = False
@@ -99,7 +99,9 @@ class Fold:
                     panel.feed(event)
             self.loss.feed(event)
             took = self.pace.feed(event)
-            if took is not None or event.kind == "data":
+            if event.kind == "restart":
+                self.sync.restart(event)
+            if took is not None or event.kind in ("data", "restart"):
                 self.throughput.feed(event, took)
             step = self._assembler.feed(event)
             if step is not None and step.whole:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from dplab.telemetry.events import Event
+from dplab.telemetry.pace import number
 from dplab.telemetry.steps import ANATOMY, Step
 from dplab.views import theme
 from dplab.views.records import Chart, Floats, Lanes, Line, StackedArea, Text
@@ -50,10 +51,13 @@ class LossPanel:
         self._weight = 0.0
 
     def feed(self, event: Event) -> None:
-        """Takes loss gauges and step ends; a step counts once every rank has ended it and told its loss."""
+        """Takes loss gauges, restarts and step ends; a step counts once every rank has ended it and told its loss."""
         if event.kind == "gauge" and event.name == "loss" and event.step > self.last_step:
             by_rank = self._pending.setdefault(event.step, {})
             by_rank.setdefault(event.rank, []).append(float(event.attrs["value"]))
+        elif event.kind == "restart":      # maybe with fewer ranks
+            self._world_size = int(number(event, "world_size") or self._world_size)
+            self._finished.clear()
         elif event.kind == "step":
             self._finished[event.rank] = max(event.step, self._finished.get(event.rank, -1))
         else:
@@ -167,7 +171,8 @@ class StepPanel:
                      value=f"slowest {slowest}" if len(told) > 1 else "", x_range=(0.0, 1.02 * (max(totals) or 1.0)),
                      legend=tuple((part, theme.label(part)) for part in ANATOMY),
                      caption=f"numbers: medians of {over}",
-                     note=f"the slowest of {len(self.series)}, {said} ms (medians of {over})")
+                     note=f"the slowest of {len(self.series)}{' shown' * (len(self.series) == SHOWN_RANKS)}, {said} ms "
+                          f"(medians of {over})")
 
 
 def stacked(bars: Mapping[str, Mapping[str, float]]) -> Lanes:

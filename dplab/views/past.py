@@ -43,7 +43,30 @@ class Past:
                     break
                 continue
             self._fold.feed((self._ahead.popleft(),))
+        self._fold.feed(self._told_of(step))
         return self._fold
+
+    def _told_of(self, step: int) -> list[Event]:
+        """Takes what tells of that step and those before, and was written just behind its end: loss and memory."""
+        told, later = [], deque[Event]()
+        while self._ahead or self._more():
+            event = self._ahead.popleft()
+            if event.kind == "gauge" and event.name in ("loss", "memory") and event.step < step:
+                told.append(event)
+            else:
+                later.append(event)
+            if event.kind == "step" and event.step >= step:      # a step further: so much has been told
+                break
+        self._ahead.extendleft(reversed(later))
+        return told
+
+    def _more(self) -> bool:
+        """Whether there was more to read."""
+        while not self._ahead:
+            self._ahead.extend(self._reader.poll(PIECE))
+            if not self._reader.more:
+                break
+        return bool(self._ahead)
 
     def _begin(self) -> None:
         self._reader, self._fold = self._new_reader(), self._new_fold()

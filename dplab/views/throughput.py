@@ -29,10 +29,13 @@ class ThroughputPanel:
         self._recent_tokens = self._recent_ns = 0.0
 
     def feed(self, event: Event, took: int | None) -> None:
-        """Takes batches and step ends; `took`: ns of the step that the event ends, None where it ends none."""
+        """Takes batches, restarts, step ends; `took`: ns of the step that the event ends, None where it ends none."""
         if event.kind == "data":
             self._counted = True
             self._tokens[event.step] += int(number(event, "tokens") or number(event, "samples") or 0)
+        if event.kind == "restart":
+            self._world_size = int(number(event, "world_size") or self._world_size)
+            self._took.clear()
         if took is None:
             return
         self._took[event.step].append(took)

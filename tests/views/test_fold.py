@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from dplab.telemetry.events import Event
 from dplab.telemetry.summary import Summary
 from dplab.views.fold import Fold
-from tests.views.synthetic import PERIOD, TOKENS, run_events
+from tests.views.synthetic import PERIOD, TOKENS, run_events, step_events
 
 
 def columns(fold):
@@ -91,3 +91,16 @@ def test_views_need_no_torch_and_no_display():
              "print([name for name in ('torch', 'ipywidgets', 'IPython', 'anywidget') if name in sys.modules])")
     done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("first", [0, 6])
+def test_after_a_restart_with_fewer_ranks_every_panel_goes_on_with_those(first):
+    """Rank 1 of two died; rank 0 goes on alone from a step, and nothing waits for rank 1 or is predicted for it."""
+    before = [event for step in range(first) for rank in range(2) for event in step_events(rank, step)]
+    again = Event("restart", "run", 1, first, 0, 0, {"number": 1, "world_size": 1, "why": "-"})
+    fold = Fold(2, "zero2")
+    fold.feed([*before, again, *(event for step in range(first, 10) for event in step_events(0, step, sync=False))])
+    assert (fold.pace.steps, fold.loss.last_step + 1, fold.sync.step) == (10, 10, 9)
+    assert list(fold.throughput.series["step"]) == list(range(1, 11))
+    assert fold.wire.predicted(0) is None or not any(fold.wire.predicted(0).values())
+    assert not fold.wire.chart(0).alert

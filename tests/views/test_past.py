@@ -8,7 +8,7 @@ import pytest
 from dplab.views.fold import Fold
 from dplab.views.past import Past
 from dplab.views.svg import svg
-from tests.views.synthetic import step_events
+from tests.views.synthetic import MS, step_events
 
 
 class Reader:
@@ -62,3 +62,21 @@ def test_forth_reads_on_and_only_back_reads_anew():
 def test_a_step_that_has_not_come_is_the_latest():
     past = Past(lambda: Reader(EVENTS), lambda: Fold(2, "zero2"))
     assert past.at(99).pace.steps == 20
+
+
+def test_what_a_step_tells_just_behind_its_end_belongs_to_it():
+    """Engines tell loss and memory of a step when it has ended, and other ranks may be at the next one by then."""
+    behind = [event._replace(t0=event.t1 + 2 * MS, t1=event.t1 + 2 * MS)
+              if event.kind == "gauge" and event.name in ("loss", "memory") else event for event in EVENTS]
+    behind.sort(key=lambda event: event.t1)
+    past = Past(lambda: Reader(behind), lambda: Fold(2, "zero2"))
+    for step in (1, 7, 20, 7):
+        fold = past.at(step)
+        assert fold.pace.steps == step
+        assert (fold.loss.last_step + 1, len(fold.loss.series)) == (step, step)
+        assert fold.memory.chart(1).value
+
+
+def test_the_first_step_has_ended_when_the_last_rank_has_ended_it():
+    fold = Past(lambda: Reader(EVENTS), lambda: Fold(2, "zero2")).at(1)
+    assert (fold.throughput.series["step"][-1], fold.sync.step) == (1, 0)
