@@ -161,11 +161,17 @@ def test_runs_to_compare_with_are_the_newest_others(tmp_path):
     from dplab.specs import RunSpec
     from dplab.telemetry.rundir import RunDirectory
 
-    for number in range(20):
+    def make(number):
         RunDirectory(tmp_path / f"run-{number:02}").create({
             "spec": RunSpec(function="m:f", world_size=1, label=f"no {number}").to_dict(), "created": number * 10**9,
             "versions": {}}, 1)
+
+    for number in range(20):
+        make(number)
     (tmp_path / "run-18" / "run.json").write_text("{")      # damaged: not offered
-    others = Watch(attach(tmp_path / "run-19")).status()["others"]
+    watch = Watch(attach(tmp_path / "run-19"))
+    others = watch.status()["others"]
     assert [text.split(",")[0] for _, text in others] == [f"no {number}" for number in range(17, 5, -1)]
     assert others[0][0] == str(tmp_path / "run-17")
+    make(20)      # launched while this one is looked at
+    assert watch.status()["others"][0][0] == str(tmp_path / "run-20")
