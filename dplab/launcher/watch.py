@@ -76,6 +76,7 @@ class Watch:
                     if any(event.kind == "restart" for event in events):      # steps of before are void: all anew
                         earlier, self.fold, self._reader = self.fold.earlier, self._new_fold(), _reader(self.run)
                         self.fold.earlier, events = earlier, self._reader.poll()
+                        self._past.restarted()
                     self.fold.feed(events)
                     more = self._reader.more
                 problem = self._reader.problem

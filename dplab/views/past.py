@@ -30,21 +30,28 @@ class Past:
 
     def __init__(self, reader: Callable[[], Reader], fold: Callable[[], Fold]) -> None:
         self._new_reader, self._new_fold = reader, fold
+        self._piece: int | None = PIECE
         self._begin()
 
     def at(self, step: int) -> Fold:
         """The fold as it was when every rank had just ended its `step`-th step (from 1 on); the latest, if none has."""
         if self._fold.pace.steps > step:
             self._begin()
-        while self._fold.pace.steps < step:
-            if not self._ahead:
-                self._ahead.extend(self._reader.poll(PIECE))
-                if not self._ahead and not self._reader.more:
-                    break
-                continue
-            self._fold.feed((self._ahead.popleft(),))
+        self._go(step)
         self._fold.feed(self._told_of(step))
         return self._fold
+
+    def restarted(self) -> None:
+        """Steps of before are void: begins anew, and from now on takes all there is at once, as only then a reader
+        leaves them out."""
+        self._piece = None
+        self._begin()
+
+    def _go(self, step: int) -> None:
+        while self._fold.pace.steps < step:
+            if not self._ahead and not self._more():
+                break
+            self._fold.feed((self._ahead.popleft(),))
 
     def _told_of(self, step: int) -> list[Event]:
         """Takes what tells of that step and those before, and was written just behind its end: loss and memory."""
@@ -63,7 +70,7 @@ class Past:
     def _more(self) -> bool:
         """Whether there was more to read."""
         while not self._ahead:
-            self._ahead.extend(self._reader.poll(PIECE))
+            self._ahead.extend(self._reader.poll(self._piece))
             if not self._reader.more:
                 break
         return bool(self._ahead)

@@ -17,8 +17,10 @@ import survivors
 import dplab
 from dplab.cli import main
 from dplab.errors import RankFailed, RunError, UsageError
+from dplab.launcher import watch
 from dplab.telemetry.reader import RunReader
 from dplab.telemetry.summary import Summary
+from dplab.views import past
 from dplab.workloads.train import train
 
 STEPS, EVERY = 12, 4
@@ -217,3 +219,21 @@ def test_torchrun_restarts_the_same_program(tmp_path: Path) -> None:
     again = losses("again", "0")
     assert sorted(map(int, again)) == list(range(5, 11))
     assert all(again[step] == whole[step] for step in again)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_past_of_a_restarted_run_holds_no_void_step(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the files are so long that they are read in pieces, and a piece may end before the restart."""
+    run = killed_run(rank, 6, max_restarts=1)
+    run.wait(120)
+    monkeypatch.setattr(past, "PIECE", 256)
+    monkeypatch.setattr(watch, "PIECE", 256)
+    took = {(row["step"], row["rank"]): row["step_ms"] for row in run.table()}
+    board = watch.Watch(run)
+    board.read()
+    for step in (STEPS, 1, 2, 3, STEPS, 2):
+        board.seek(step)
+        shown = board.shown
+        for one, series in shown.steps.series.items():
+            assert series["total"].tolist() == pytest.approx([took[number, one] for number in range(1, step + 1)])
+        assert list(shown.throughput.series["step"]) == list(range(1, step + 1))
