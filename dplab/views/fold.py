@@ -35,7 +35,7 @@ def chosen(panels: Sequence[str] | None) -> Cells:
     if panels is None:
         return GRID
     known = [key for keys in GRID for key in keys]
-    if isinstance(panels, str) or not panels or not all(key in known for key in panels):
+    if not isinstance(panels, list | tuple) or not panels or not all(key in known for key in panels):
         raise UsageError(f"panels={panels!r} is not allowed; give some of {', '.join(known)} in a list")
     return tuple((key,) for key in dict.fromkeys(panels))
 

@@ -66,7 +66,7 @@ def test_what_stands_above_a_narrow_picture_is_not_wider_than_it(run):
             assert float(text.get("x")) + 6.2 * len("".join(text.itertext())) < WIDTH
 
 
-@pytest.mark.parametrize("panels", ["loss", ["los"], [], ["loss", 3]])
+@pytest.mark.parametrize("panels", ["loss", ["los"], [], ["loss", 3], 3, True, {"loss": 1}])
 def test_a_panel_that_is_not_there(panels, run):
     with pytest.raises(UsageError, match=re.escape(f"panels={panels!r} is not allowed; give some of loss, ")):
         Board(run, panels=panels)
