@@ -27,7 +27,7 @@ def read_json(path: Path) -> Any:
     """A JSON file's value, None where there is no file; files are renamed into place, so never half."""
     try:
         with open(path, "rb") as file:
-            return json.loads(file.read())
+            return json.loads(file.read().decode())      # of bytes json would guess the encoding
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:

@@ -53,8 +53,9 @@ class LossPanel:
     def feed(self, event: Event) -> None:
         """Takes loss gauges, restarts and step ends; a step counts once every rank has ended it and told its loss."""
         if event.kind == "gauge" and event.name == "loss" and event.step > self.last_step:
-            by_rank = self._pending.setdefault(event.step, {})
-            by_rank.setdefault(event.rank, []).append(float(event.attrs["value"]))
+            if (value := number(event, "value")) is None:      # a program's own
+                return
+            self._pending.setdefault(event.step, {}).setdefault(event.rank, []).append(float(value))
         elif event.kind == "restart":      # maybe with fewer ranks
             self._world_size = int(number(event, "world_size") or self._world_size)
             self._finished.clear()

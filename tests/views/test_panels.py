@@ -7,10 +7,10 @@ import pytest
 
 from dplab.telemetry.events import CATEGORIES, Event
 from dplab.views.fold import Fold
-from dplab.views.panels import robust_top
+from dplab.views.panels import LossPanel, robust_top
 from dplab.views.records import Line, StackedArea, Text
 from tests.views import synthetic
-from tests.views.synthetic import MB, MEMORY, MS, START, run_events
+from tests.views.synthetic import MB, MEMORY, MS, START, run_events, step_events
 
 
 def folded(events, world_size=2):
@@ -130,3 +130,11 @@ def test_memory_and_utilization_start_at_their_first_gauge():
     memory, utilization = fold.rank_charts(0)[2:]
     assert memory.x_range == utilization.x_range
     assert memory.x_range[0] == memory.marks[0].x[0] > 2
+
+
+@pytest.mark.parametrize("attrs", [{}, {"loss": 0.3}, {"value": "0.3"}, {"value": [1, 2]}, {"value": None}])
+def test_a_loss_that_a_program_records_in_its_own_way_is_left_out(attrs):
+    panel = LossPanel(1)
+    for event in [Event("gauge", "loss", 0, 0, 0, 0, attrs), *step_events(0, 0), *step_events(0, 1)]:
+        panel.feed(event)
+    assert list(panel.series["step"]) == [1, 2]
