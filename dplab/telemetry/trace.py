@@ -55,8 +55,8 @@ def export(source: str | os.PathLike[str], output: str | os.PathLike[str]) -> Pa
         raise RunError(f"run {reader.path} has recorded no events, so there is nothing to trace; "
                        f"its program records some through dplab.parallelize")
     headers = {rank: reader.header(rank) or {} for rank in sorted({event.rank for event in events})}
-    header = headers[min(headers)]
-    events = _aligned(events, headers)
+    header = next(filter(None, headers.values()), {})      # a rank may have died before its first write
+    events = _aligned(events, headers, header)
     start = min(event.t0 for event in events)
     anchor = {"run": reader.path.name, "spec": reader.spec.to_dict(), "host": header.get("host"),
               "wall_seconds_at_zero": (header["wall"] + start - header["monotonic"]) / 1e9 if header else None}
@@ -68,10 +68,9 @@ def export(source: str | os.PathLike[str], output: str | os.PathLike[str]) -> Pa
     return path
 
 
-def _aligned(events: list[Event], headers: dict[int, dict[str, Any]]) -> list[Event]:
-    """Events on one clock: that of the first rank's host. The ranks of a host share one; others' are laid over it by
-    the wall clock, so as well as that is kept."""
-    first = headers[min(headers)]
+def _aligned(events: list[Event], headers: dict[int, dict[str, Any]], first: dict[str, Any]) -> list[Event]:
+    """Events on one clock: that of the host that the `first` header is of. The ranks of a host share one; others' are
+    laid over it by the wall clock, so as well as that is kept."""
     shifts = {rank: 0 if header.get("host") == first.get("host") or not header else
               (header["wall"] - header["monotonic"]) - (first["wall"] - first["monotonic"])
               for rank, header in headers.items()}

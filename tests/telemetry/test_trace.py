@@ -101,6 +101,18 @@ def test_export_writes_strict_json(tmp_path: Path) -> None:
     assert [row["args"] for row in written["traceEvents"] if row["ph"] == "C"] == [{"value": "nan"}]
 
 
+def test_a_rank_that_died_before_its_first_write_has_no_clock_to_be_laid_over(tmp_path: Path) -> None:
+    """Of rank 0 there is only what the supervisor sampled; its file of events is empty."""
+    directory = RunDirectory(tmp_path / "run")
+    directory.create({"spec": RunSpec(function="m:f", world_size=2).to_dict(), "created": 0}, 2)
+    EventFile(directory.rank(0) / "utilization.jsonl", 0).write([("gauge", "utilization", 0, 5, 5, {"cpu": 9.0})])
+    (directory.rank(0) / "events.jsonl").write_text("")
+    EventFile(directory.rank(1) / "events.jsonl", 1).write([("step", "train", 0, 5, 9, {})])
+    written = json.loads(export(directory.path, tmp_path / "trace.json").read_text())
+    assert {row["pid"]: row["ts"] for row in written["traceEvents"] if "ts" in row} == {0: 0.0, 1: 0.0}
+    assert written["metadata"]["wall_seconds_at_zero"] is not None
+
+
 def test_nothing_to_trace_and_nowhere_to_write(tmp_path: Path) -> None:
     directory = make_run(tmp_path / "run")
     with pytest.raises(RunError, match="has recorded no events, so there is nothing to trace"):
