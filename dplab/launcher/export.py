@@ -63,7 +63,8 @@ def export(run: Run, folder: str | os.PathLike[str], formats: Sequence[str]) -> 
     target, read = Path(folder), _Read(run)
     try:
         target.mkdir(parents=True, exist_ok=True)
-        return [path for name in formats for path in _WRITERS[name](read, target)]
+        # a trace last: a run without events has none, and all the rest
+        return [path for name in sorted(formats, key="trace".__eq__) for path in _WRITERS[name](read, target)]
     except OSError as error:
         raise RunError(f"run {run.id} cannot be exported to {target}: {error.strerror}; give another folder") from error
 

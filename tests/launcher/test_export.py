@@ -18,6 +18,8 @@ from dplab.commands.base import without_nan
 from dplab.errors import RunError, UsageError
 from dplab.launcher import export as module
 from dplab.launcher.run import Run
+from dplab.specs import RunSpec
+from dplab.telemetry.rundir import RunDirectory
 from dplab.views.table import COLUMNS, table, to_csv
 from tests.views import synthetic
 from tests.views.synthetic import MEMORY, TOKENS, run_events, step_events
@@ -114,6 +116,15 @@ def test_what_cannot_be_exported(run: Run, tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(UsageError, match=r"PNG pictures need kaleido, which is not installed; pip install kaleido \(it "
                                          r"draws with a Chromium that is installed\), or take 'svg' or 'html'"):
         run.export(tmp_path, ["png"])
+
+
+def test_a_run_that_recorded_nothing_is_exported_as_far_as_it_goes(tmp_path: Path) -> None:
+    RunDirectory(tmp_path / "empty").create({"spec": RunSpec(function="m:f", world_size=1).to_dict(), "created": 0,
+                                             "versions": {}}, 1)
+    with pytest.raises(RunError, match="has recorded no events, so there is nothing to trace"):
+        dplab.attach(tmp_path / "empty").export(tmp_path / "out")
+    written = {path.name for path in (tmp_path / "out").iterdir()}
+    assert {"summary.json", "steps.csv", "board.svg", "loss.html"} <= written
 
 
 def test_a_browser_that_does_not_start_is_told_in_one_sentence(run: Run, tmp_path: Path,
