@@ -2,6 +2,7 @@
 
 Each is run as CI does it. What failed is told as it happens, and with pytest's own words in the result, which is
 written after every round, so that a soak that is cut short has told what it knows: `notebooks.json` beside this file.
+Where some are named, what is written there of the others stays.
 """
 
 from __future__ import annotations
@@ -46,9 +47,10 @@ def once(path: Path) -> tuple[float, str | None]:
     return seconds, wrong
 
 
-def told(seconds: dict[str, list[float]], failures: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
-    """The result so far."""
-    rows = {name: {"passed": len(taken) - len(failures[name]), "failed": len(failures[name]),
+def told(seconds: dict[str, list[float]], failures: dict[str, list[dict[str, Any]]],
+         rows: dict[str, Any]) -> dict[str, Any]:
+    """The result so far; `rows` of notebooks that are not run this time stay."""
+    rows = rows | {name: {"passed": len(taken) - len(failures[name]), "failed": len(failures[name]),
                    "seconds": {"median": round(statistics.median(taken), 1), "worst": round(max(taken), 1)},
                    "failures": failures[name]} for name, taken in seconds.items() if taken}
     return {"date": time.strftime("%Y-%m-%d"), "python": platform.python_version(), "cores": os.cpu_count(),
@@ -70,18 +72,19 @@ def main() -> None:
         parser.error(f"there is no notebook {', '.join(sorted(unknown))} in {FOLDER.name}/")
     seconds: dict[str, list[float]] = {path.stem: [] for path in paths}
     failures: dict[str, list[dict[str, Any]]] = {path.stem: [] for path in paths}
+    kept = json.loads(arguments.output.read_text())["notebooks"] if arguments.names and arguments.output.exists() else {}
     for turn in range(1, arguments.times + 1):
         for path in paths:
             took, wrong = once(path)
             seconds[path.stem].append(took)
             said = "passed"
             if wrong is not None:
-                text = re.sub(r"\x1b\[[0-9;]*m", "", wrong).replace(f"{FOLDER.parent}/", "")
+                text = re.sub(r"\x1b\[[0-9;]*m|[^\s\"']*/(?=notebooks/)", "", wrong)
                 failures[path.stem].append({"turn": turn, "text": text})
                 said = "FAILED"
             print(f"{turn}/{arguments.times} {path.stem} {said}, {took:.1f} s", flush=True)
-        arguments.output.write_text(json.dumps(told(seconds, failures), indent=1) + "\n")
-    result = told(seconds, failures)
+        arguments.output.write_text(json.dumps(told(seconds, failures, kept), indent=1) + "\n")
+    result = told(seconds, failures, kept)
     print(f"{result['passed']} passed, {result['failed']} failed; {arguments.output}")
 
 
