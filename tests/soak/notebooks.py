@@ -72,7 +72,8 @@ def main() -> None:
         parser.error(f"there is no notebook {', '.join(sorted(unknown))} in {FOLDER.name}/")
     seconds: dict[str, list[float]] = {path.stem: [] for path in paths}
     failures: dict[str, list[dict[str, Any]]] = {path.stem: [] for path in paths}
-    kept = json.loads(arguments.output.read_text())["notebooks"] if arguments.names and arguments.output.exists() else {}
+    before = arguments.output if arguments.names and arguments.output.exists() else None
+    kept = json.loads(before.read_text())["notebooks"] if before is not None else {}
     for turn in range(1, arguments.times + 1):
         for path in paths:
             took, wrong = once(path)
