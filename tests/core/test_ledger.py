@@ -29,9 +29,9 @@ class Gauges(Recorder):
 @pytest.fixture
 def gauges() -> Any:
     told = Gauges()
-    recorder.install(told)
+    recorder.install(told, process=True)
     yield told
-    recorder.install(recorder.NULL)
+    recorder.install(recorder.NULL, process=True)
 
 
 def engine_after_a_step() -> Any:

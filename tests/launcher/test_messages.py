@@ -19,6 +19,7 @@ from dplab.launcher import starter, supervisor, warm
 from dplab.launcher.job import Job
 from dplab.launcher.run import Run
 from dplab.specs import RunSpec
+from dplab.telemetry import files
 from dplab.telemetry.process import Identity
 from dplab.telemetry.rundir import RunDirectory
 
@@ -129,7 +130,7 @@ def test_a_file_that_may_not_be_read(monkeypatch: pytest.MonkeyPatch, job: Job) 
     def refuse(*_: object, **__: object) -> str:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(Path, "read_text", refuse)
+    monkeypatch.setattr(files, "open", refuse, raising=False)
     with pytest.raises(RunError, match=r"run\.json cannot be read: Permission denied; only the run's owner may"):
         job.run.info()
 
