@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -32,6 +33,13 @@ def adopt_orphans() -> bool:
     if LINUX:
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     return LINUX
+
+
+def step_aside(nice: int = 10) -> None:
+    """Lets this thread wait for whoever computes: it takes what they leave of the cores, and a little more."""
+    if LINUX:      # there a thread has a priority of its own
+        with contextlib.suppress(OSError):      # already nicer than that
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)
 
 
 def name_process(name: str) -> None:

@@ -26,6 +26,7 @@ except ImportError as error:
     raise UsageError(f"the live board needs {error.name}, which is not installed; install dplab's extra 'lab' "
                      f"(pip install 'dplab[lab]'), or read the run with run.events()") from error
 
+from dplab.launcher import linux
 from dplab.launcher.watch import Watch
 from dplab.telemetry.rundir import ENDED
 from dplab.views import theme
@@ -35,9 +36,7 @@ from dplab.widgets import frontend
 
 MAX_HZ = 4.0
 _KEYFRAME_S = 15.0
-_QUIET_S = 20.0
-_QUIET_PERIOD_S = 60.0
-_GONE_S = 3600.0
+_QUIET_S, _QUIET_PERIOD_S, _GONE_S = 20.0, 60.0, 3600.0
 _REDRAW_S = 2.0
 _LEAST_PAUSE_S = 0.05
 _shown: weakref.WeakValueDictionary[str, Board] = weakref.WeakValueDictionary()
@@ -53,6 +52,7 @@ class Ticker(threading.Thread):
         self._board = weakref.ref(board)
 
     def run(self) -> None:
+        linux.step_aside()  # the ranks may need every core there is
         while not self.ended:
             board = self._board()
             pause = board.tick() if board is not None else None
