@@ -15,6 +15,7 @@ from dplab.diagnosis.losses import Losses
 from dplab.errors import UsageError
 from dplab.specs import Strategy
 from dplab.telemetry.events import ALLOCATOR_COUNTS, Event
+from dplab.telemetry.pace import ranks_left
 from dplab.telemetry.steps import Step, StepAssembler
 
 WARM_UP = 2
@@ -137,7 +138,7 @@ class Gathering:
         restarts, behind which there may be fewer ranks."""
         self._losses.feed(event)
         if event.kind == "restart":
-            self._world_size = int(event.attrs.get("world_size", self._world_size))
+            self._world_size = ranks_left(event, self._world_size)
             self._waits.clear()
         if event.kind != "gauge" or event.name not in ("utilization", "memory", "layout"):
             return

@@ -9,7 +9,7 @@ from itertools import groupby
 
 from dplab.telemetry.events import Event
 from dplab.telemetry.numerics import NOT_FINITE
-from dplab.telemetry.pace import number
+from dplab.telemetry.pace import number, ranks_left
 
 
 @dataclass
@@ -85,7 +85,7 @@ class Losses:
 
     def _go_on_from(self, restart: Event) -> None:
         """Steps that are trained again are void as they were, and so are ranks that are gone."""
-        size, again = int(number(restart, "world_size") or 1), restart.step
+        size, again = ranks_left(restart), restart.step
         self.ranks = {rank: told for rank, told in self.ranks.items() if rank < size}
         for told in self.ranks.values():
             told.first, told.last = (None if loss is None or loss[0] >= again else loss

@@ -19,6 +19,7 @@ from dplab.views.fold import Fold, chosen
 from dplab.views.past import PIECE, Past
 from dplab.views.records import Head
 from dplab.views.svg import svg
+from dplab.views.words import counted
 
 _MOMENT = 0.3
 _JUDGED_S = 2.0
@@ -188,7 +189,7 @@ class Watch:
     def title(self) -> str:
         """The run in one line."""
         spec = self.run.spec
-        ranks = f"{spec.world_size} rank{'s' if spec.world_size > 1 else ''}"
+        ranks = counted(spec.world_size, "rank")
         label = f"{spec.label}: " if spec.label else ""
         past = "" if self.step is None else f", as after step {self.step}"
         return f"{label}{spec.strategy or 'its own strategy'}, {ranks}, {self.state}{past}"

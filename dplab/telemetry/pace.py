@@ -28,7 +28,7 @@ class Pace:
             return self._take_step(event)
         if event.kind == "restart":
             self._steps_of.clear()
-            self._steps_of.update(dict.fromkeys(range(int(number(event, "world_size") or 1)), event.step))
+            self._steps_of.update(dict.fromkeys(range(ranks_left(event)), event.step))
             self.steps = event.step
         if event.kind == "data":
             samples = int(number(event, "samples") or 0)
@@ -60,6 +60,11 @@ class Pace:
         first, last = self._training or (event.t0, event.t1)
         self._training = (min(first, event.t0), max(last, event.t1))
         return event.t1 - event.t0 - paused
+
+
+def ranks_left(restart: Event, before: int = 1) -> int:
+    """Ranks that go on behind a restart; as many as `before` where its event does not tell."""
+    return int(number(restart, "world_size") or before)
 
 
 def number(event: Event, name: str) -> float | None:

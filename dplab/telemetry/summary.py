@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from dplab.telemetry.events import ALLOCATOR_COUNTS, Event
-from dplab.telemetry.pace import Pace, number
+from dplab.telemetry.pace import Pace, number, ranks_left
 
 _WAITING_STEPS = 256
 
@@ -83,7 +83,7 @@ class Summary:
     def _take_restart(self, event: Event) -> None:
         for step in [step for step in self._losses if step >= event.step]:
             del self._losses[step]
-        size = int(number(event, "world_size") or 1)
+        size = ranks_left(event)
         self._loss_ranks = {rank for rank in self._loss_ranks if rank < size}
         self.memory = {rank: held for rank, held in self.memory.items() if rank < size}
 

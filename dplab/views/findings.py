@@ -8,6 +8,7 @@ from dplab.diagnosis.findings import HANG, NOT_FINITE, NOTHING, Diagnosis, Findi
 from dplab.telemetry.events import Event
 from dplab.telemetry.steps import Step
 from dplab.views.records import Chart, Log
+from dplab.views.words import counted
 
 SHOWN = 3
 """Findings that are told in full; the others are counted."""
@@ -53,6 +54,6 @@ def chart(diagnosis: Diagnosis) -> Chart:
         lines.append((f"+{found - SHOWN}", "seen", "; ".join(one.what for one in diagnosis.findings[SHOWN:])))
     marks = (Log(lines=tuple(lines), prose=True),)
     return Chart(key="findings", title="Diagnosis", x_label="", y_label="", marks=marks,
-                 value=f"{found} finding{'s' if found > 1 else ''}" if found else "", note=said,
+                 value=counted(found, "finding") if found else "", note=said,
                  caption=diagnosis.summary if found or diagnosis.steps else "",
                  alert=any(finding.kind in (HANG, NOT_FINITE) for finding in diagnosis.findings))

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from dplab.telemetry.events import Event
-from dplab.telemetry.pace import number
+from dplab.telemetry.pace import number, ranks_left
 from dplab.telemetry.steps import ANATOMY, Step
 from dplab.views import theme
 from dplab.views.records import Chart, Floats, Lanes, Line, StackedArea, Text
@@ -19,8 +19,8 @@ from dplab.views.words import short
 
 SHOWN_RANKS = 16
 """Ranks that get columns and lanes of their own; more would not be told apart on a screen."""
-_PENDING_STEPS = 256
-_SMOOTHING = 0.9
+PENDING_STEPS = 256
+SMOOTHING = 0.9
 MEDIAN_STEPS = 50
 """Steps over which medians are told: the last ones, or all where there are fewer."""
 
@@ -34,6 +34,14 @@ def robust_top(values: Floats) -> float:
     """Top of a scale that a few slow first steps do not flatten."""
     high, usual = float(values.max()), float(np.quantile(values, 0.95))
     return 1.15 * (1.3 * usual if high > 2 * usual > 0 else high)
+
+
+def beside(earlier: Series | None, last: float) -> list[Line]:
+    """The smoothed line of another run to compare with, as far as step `last`; none where there is no such run."""
+    if earlier is None or not len(earlier):
+        return []
+    seen = earlier["step"] <= last
+    return [Line(role="earlier", x=earlier["step"][seen], y=earlier["smooth"][seen])]
 
 
 class LossPanel:
@@ -57,7 +65,7 @@ class LossPanel:
                 return
             self._pending.setdefault(event.step, {}).setdefault(event.rank, []).append(float(value))
         elif event.kind == "restart":      # maybe with fewer ranks
-            self._world_size = int(number(event, "world_size") or self._world_size)
+            self._world_size = ranks_left(event, self._world_size)
             self._finished.clear()
         elif event.kind == "step":
             self._finished[event.rank] = max(event.step, self._finished.get(event.rank, -1))
@@ -70,7 +78,7 @@ class LossPanel:
         for step in sorted(self._pending):
             told = len(self._pending[step]) >= self._world_size
             # one loss a rank is there, or will never be: the rank is a step further, or too many steps wait
-            if (told and everywhere >= step) or everywhere > step or len(self._pending) > _PENDING_STEPS:
+            if (told and everywhere >= step) or everywhere > step or len(self._pending) > PENDING_STEPS:
                 self._append(step, self._pending.pop(step))
             else:
                 break
@@ -78,8 +86,8 @@ class LossPanel:
     def _append(self, step: int, by_rank: dict[int, list[float]]) -> None:
         loss = float(np.mean([np.mean(losses) for losses in by_rank.values()]))
         if np.isfinite(loss):
-            self._smooth = _SMOOTHING * self._smooth + (1 - _SMOOTHING) * loss
-            self._weight = _SMOOTHING * self._weight + (1 - _SMOOTHING)
+            self._smooth = SMOOTHING * self._smooth + (1 - SMOOTHING) * loss
+            self._weight = SMOOTHING * self._weight + (1 - SMOOTHING)
         self.series.append(step + 1, loss, self._smooth / self._weight if self._weight else np.nan)
         self.first = loss if self.first is None else self.first
         self.last, self.last_step = loss, step
@@ -90,11 +98,9 @@ class LossPanel:
             return Chart(key="loss", title="Loss", x_label="step", y_label="",
                          marks=(Text(text="no loss yet: it appears after the first step"),))
         steps, losses = self.series["step"].copy(), self.series["loss"].copy()
-        marks = [Line(role="loss", x=steps, y=losses, faint=True),
+        marks = [*beside(None if earlier is None else earlier.series, float(steps[-1])),
+                 Line(role="loss", x=steps, y=losses, faint=True),
                  Line(role="loss_smooth", x=steps, y=self.series["smooth"].copy())]
-        if earlier is not None and len(earlier.series):
-            seen = earlier.series["step"] <= steps[-1]
-            marks.insert(0, Line(role="earlier", x=earlier.series["step"][seen], y=earlier.series["smooth"][seen]))
         finite = np.concatenate([mark.y[np.isfinite(mark.y)] for mark in marks])
         low, high = (float(finite.min()), float(finite.max())) if len(finite) else (0.0, 1.0)
         room = 0.06 * ((high - low) or 1.0)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from dplab.telemetry.events import Event
-from dplab.telemetry.pace import number
+from dplab.telemetry.pace import ranks_left
 from dplab.telemetry.steps import WORK, Step, without
 from dplab.views import theme
 from dplab.views.panels import SHOWN_RANKS
@@ -57,7 +57,7 @@ class SyncPanel:
 
     def restart(self, event: Event) -> None:
         """Takes a restart, behind which there may be fewer ranks."""
-        ranks = min(int(number(event, "world_size") or len(self._ranks)), SHOWN_RANKS)
+        ranks = min(ranks_left(event, len(self._ranks)), SHOWN_RANKS)
         if ranks != len(self._ranks):
             self._ranks = range(ranks)
             self._steps = {rank: deque(maxlen=KEPT_STEPS) for rank in self._ranks}

@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections import defaultdict
 
 from dplab.telemetry.events import Event
-from dplab.telemetry.pace import Pace, number
-from dplab.views.panels import robust_top
+from dplab.telemetry.pace import Pace, number, ranks_left
+from dplab.views.panels import PENDING_STEPS, SMOOTHING, beside, robust_top
 from dplab.views.records import Chart, Line, Text
 from dplab.views.series import Series
 from dplab.views.words import short
-
-_PENDING_STEPS = 256
-_SMOOTHING = 0.9
 
 
 class ThroughputPanel:
@@ -34,22 +31,22 @@ class ThroughputPanel:
             self._counted = True
             self._tokens[event.step] += int(number(event, "tokens") or number(event, "samples") or 0)
         if event.kind == "restart":
-            self._world_size = int(number(event, "world_size") or self._world_size)
+            self._world_size = ranks_left(event, self._world_size)
             self._took.clear()
         if took is None:
             return
         self._took[event.step].append(took)
         if len(self._took[event.step]) == self._world_size:
             self._append(event.step, sum(self._took.pop(event.step)) / self._world_size)
-        if len(self._took) > _PENDING_STEPS:      # of a step that a rank will never end
+        if len(self._took) > PENDING_STEPS:      # of a step that a rank will never end
             self._took.pop(min(self._took))
 
     def _append(self, step: int, took: float) -> None:
         tokens = self._tokens.pop(step, 0) if self._counted else 1
-        if len(self._tokens) > _PENDING_STEPS:
+        if len(self._tokens) > PENDING_STEPS:
             self._tokens.pop(min(self._tokens))
-        self._recent_tokens = _SMOOTHING * self._recent_tokens + tokens
-        self._recent_ns = _SMOOTHING * self._recent_ns + max(took, 1.0)
+        self._recent_tokens = SMOOTHING * self._recent_tokens + tokens
+        self._recent_ns = SMOOTHING * self._recent_ns + max(took, 1.0)
         self.series.append(step + 1, tokens * 1e9 / max(took, 1.0), self._recent_tokens * 1e9 / self._recent_ns)
 
     def chart(self, pace: Pace, earlier: ThroughputPanel | None = None) -> Chart:
@@ -58,10 +55,8 @@ class ThroughputPanel:
             return Chart(key="throughput", title="Throughput", x_label="step", y_label="1/s",
                          marks=(Text(text="no step has ended on every rank yet"),))
         steps, rates, smooth = (self.series[name].copy() for name in ("step", "rate", "smooth"))
-        marks = [Line(role="rate", x=steps, y=rates, faint=True), Line(role="rate_smooth", x=steps, y=smooth)]
-        if earlier is not None and len(earlier.series):
-            seen = earlier.series["step"] <= steps[-1]
-            marks.insert(0, Line(role="earlier", x=earlier.series["step"][seen], y=earlier.series["smooth"][seen]))
+        marks = [*beside(None if earlier is None else earlier.series, float(steps[-1])),
+                 Line(role="rate", x=steps, y=rates, faint=True), Line(role="rate_smooth", x=steps, y=smooth)]
         unit = "steps" if pace.tokens_per_s is None else pace.unit
         value = f"{short(smooth[-1])} {unit}/s now"
         if pace.tokens_per_s is not None:

@@ -12,7 +12,7 @@ from dplab.planner.explain import explain
 from dplab.planner.sharing import per_host
 from dplab.specs import DTYPE_BYTES, Placement, Strategy
 from dplab.telemetry.events import Event
-from dplab.telemetry.pace import number
+from dplab.telemetry.pace import ranks_left
 from dplab.telemetry.steps import Step
 from dplab.views.records import Chart, Lanes, Text
 from dplab.views.words import short
@@ -46,7 +46,7 @@ class WirePanel:
     def feed(self, event: Event) -> None:
         """Takes memory gauges, the layout of rank 0, which tells what is trained, and restarts."""
         if event.kind == "restart":
-            self._world_size = int(number(event, "world_size") or self._world_size)
+            self._world_size = ranks_left(event, self._world_size)
             self._told.clear()
         if event.kind != "gauge":
             return

@@ -125,15 +125,20 @@ def test_whatever_was_recorded_keeps_the_rules(drawn: list[tuple[str, int, int, 
     assert broken(chrome_trace([*events, *gauges])) == []
 
 
+def traced(strategy: str, world_size: int, folder: Path) -> tuple[dplab.Run, list[dict[str, Any]]]:
+    """A run of three steps and the rows of its trace, which keeps the rules."""
+    run = dplab.launch("dplab.workloads.train:train", world_size=world_size, strategy=strategy, root=folder,
+                       detach=False, kwargs={"steps": 3, "batch_size": 1})
+    run.wait()
+    trace = json.loads(export(run.path, folder / "trace.json").read_text())
+    assert broken(trace) == []
+    return run, trace["traceEvents"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "zero3+accum2"])
 def test_the_trace_of_a_real_run_keeps_the_rules_and_joins_every_collective(strategy: str, tmp_path: Path) -> None:
-    run = dplab.launch("dplab.workloads.train:train", world_size=3, strategy=strategy, root=tmp_path, detach=False,
-                       kwargs={"steps": 3, "batch_size": 1})
-    run.wait()
-    trace = json.loads(export(run.path, tmp_path / "trace.json").read_text())
-    assert broken(trace) == []
-    rows = trace["traceEvents"]
+    run, rows = traced(strategy, 3, tmp_path)
     sent = [event for event in run.events() if event.kind == "collective"]
     assert len([row for row in rows if row["ph"] in "stf"]) == len(sent)
     assert len({row["id"] for row in rows if row["ph"] == "s"}) == len(sent) / 3
@@ -143,13 +148,9 @@ def test_the_trace_of_a_real_run_keeps_the_rules_and_joins_every_collective(stra
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp+hybrid+topology=2x2@10gbe", "zero2+hybrid+topology=2x2@10gbe"])
 def test_arrows_join_the_ranks_of_a_host_or_those_across_and_no_others(strategy: str, tmp_path: Path) -> None:
-    run = dplab.launch("dplab.workloads.train:train", world_size=4, strategy=strategy, root=tmp_path, detach=False,
-                       kwargs={"steps": 2, "batch_size": 1})
-    run.wait()
-    trace = json.loads(export(run.path, tmp_path / "trace.json").read_text())
-    assert broken(trace) == []
+    _, rows = traced(strategy, 4, tmp_path)
     joined: dict[tuple[str, int], list[int]] = defaultdict(list)
-    for row in trace["traceEvents"]:
+    for row in rows:
         if row["ph"] in "stf":
             joined[row["name"], row["id"]].append(row["pid"])
     found = {(name, tuple(sorted(ranks))) for (name, _), ranks in joined.items()}
